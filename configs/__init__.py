@@ -1,0 +1,1 @@
+"""GPU profiles shipped with h3opt: one YAML file per GPU."""
