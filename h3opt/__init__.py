@@ -2,7 +2,43 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from h3opt.errors import H3OptError
 
+if TYPE_CHECKING:
+    from h3opt.session import Optimized, optimize
+    from h3opt.profiles import load_profile
+    from h3opt.registry import list_passes
+    from h3opt.verification import Verdict, verify
+
 __version__ = "0.1.0"
-__all__ = ["H3OptError", "__version__"]
+__all__ = [
+    "H3OptError",
+    "Optimized",
+    "Verdict",
+    "__version__",
+    "list_passes",
+    "load_profile",
+    "optimize",
+    "verify",
+]
+
+_HOME = {
+    "optimize": "h3opt.session",
+    "Optimized": "h3opt.session",
+    "load_profile": "h3opt.profiles",
+    "list_passes": "h3opt.registry",
+    "verify": "h3opt.verification",
+    "Verdict": "h3opt.verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load the public names on first use: ``import h3opt`` alone must stay quick for the command line."""
+    if name not in _HOME:
+        if name == "reference":
+            return importlib.import_module("h3opt.reference")
+        raise AttributeError(f"module 'h3opt' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,1 +1,38 @@
-"""placeholder"""
+"""The unmodified MiniMax-H3 pipeline at a tiny size, its full-size transformer, and the weights of LPIPS.
+
+Nothing here imports h3opt's engine: this is what the engine is compared with.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from h3opt.reference.full import CANVASES, Canvas, full_inputs, full_transformer, parse_canvas
+    from h3opt.reference.tiny import save_tiny, tiny_call, tiny_pipeline
+
+__all__ = [
+    "CANVASES",
+    "Canvas",
+    "full_inputs",
+    "full_transformer",
+    "parse_canvas",
+    "save_tiny",
+    "tiny_call",
+    "tiny_pipeline",
+]
+
+_MODULES = {
+    "full": ("CANVASES", "Canvas", "full_inputs", "full_transformer", "parse_canvas"),
+    "tiny": ("save_tiny", "tiny_call", "tiny_pipeline"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    # diffusers takes seconds to import, and reading a weights file from this package needs none of it.
+    from importlib import import_module
+
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,200 @@
+"""Bring a semantic graph into one spelling, so that one pattern per rewrite is enough.
+
+Every step keeps the bits: it drops work that does nothing (``dropout`` in inference, a cast to the dtype a tensor
+has), merges nodes that compute the same thing, and picks one operator where several mean the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+aten = torch.ops.aten
+
+_PYTHON_OPERATORS = {
+    operator.add: aten.add.Tensor,
+    operator.mul: aten.mul.Tensor,
+    operator.sub: aten.sub.Tensor,
+    operator.truediv: aten.div.Tensor,
+    operator.neg: aten.neg.default,
+}
+_SAME_MEANING = {aten.add.Scalar: aten.add.Tensor, aten.mul.Scalar: aten.mul.Tensor}
+_TO_END = 2**63 - 1
+
+
+def canonicalize(module: GraphModule) -> GraphModule:
+    """Rewrite ``module``'s graph in place and return it. Graphs that write to tensors are left as they are."""
+    if mutating_node(module) is None:
+        for node in list(module.graph.nodes):
+            if node.op == "call_function":
+                _spell(node)
+                _drop_if_idle(node)
+        for node in list(module.graph.nodes):
+            if node.op == "call_function":
+                _slice_instead_of_parts(node)
+        _merge_equal_nodes(module)
+        module.graph.eliminate_dead_code()
+        module.recompile()
+    return module
+
+
+def mutating_node(module: GraphModule) -> Node | None:
+    """The first node that writes to a tensor; a graph that has one cannot be matched across it safely."""
+    for node in module.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op == "call_function" and schema is not None and schema.is_mutable:
+            return node
+    return None
+
+
+def value(node: Any) -> torch.Tensor | None:
+    """The fake tensor of a node, or ``None`` for literals and nodes that hold no tensor."""
+    found = node.meta.get("val") if isinstance(node, Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def spell_arguments(node: Node) -> None:
+    """Move keyword arguments to their positions and cut trailing ones that equal the schema's defaults."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return
+    positional = [argument for argument in schema.arguments if not argument.kwarg_only]
+    args = list(node.args)
+    kwargs = dict(node.kwargs)
+    for argument in positional[len(args) :]:
+        if argument.name in kwargs:
+            args.append(kwargs.pop(argument.name))
+        elif kwargs and argument.has_default_value():
+            args.append(argument.default_value)
+        else:
+            break
+    while len(args) > 0 and positional[len(args) - 1].has_default_value():
+        default, last = positional[len(args) - 1].default_value, args[-1]
+        if isinstance(last, Node) or type(last) is not type(default) or last != default:
+            break
+        args.pop()
+    keyword_only = {argument.name: argument for argument in schema.arguments if argument.kwarg_only}
+    for name in list(kwargs):
+        argument = keyword_only.get(name)
+        if argument is not None and argument.has_default_value() and _equal(kwargs[name], argument.default_value):
+            del kwargs[name]
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+def _spell(node: Node) -> None:
+    node.target = _PYTHON_OPERATORS.get(node.target, node.target)  # type: ignore[arg-type]
+    node.target = _SAME_MEANING.get(node.target, node.target)  # type: ignore[arg-type]
+    spell_arguments(node)
+    source = value(node.args[0]) if node.args else None
+    if node.target is aten.transpose.int and source is not None:
+        order = list(range(source.ndim))
+        first, second = (int(dim) % source.ndim for dim in node.args[1:3])  # type: ignore[arg-type, call-overload]
+        order[first], order[second] = order[second], order[first]
+        node.target, node.args = aten.permute.default, (node.args[0], order)
+
+
+def _drop_if_idle(node: Node) -> None:
+    source = node.args[0] if node.args else None
+    before, after = value(source), value(node)
+    if before is None or after is None or not isinstance(source, Node):
+        return
+    idle = False
+    if node.target is aten.dropout.default:
+        idle = node.args[1] == 0.0 or node.args[2] is False
+    elif node.target in (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default):
+        copies = any(argument is True for argument in node.args[2:])  # non_blocking and copy
+        idle = before.dtype == after.dtype and before.device == after.device and not copies and not node.kwargs
+    elif node.target in (aten.alias.default, aten.detach.default, aten.lift_fresh.default):
+        idle = True
+    elif node.target in (aten.view.default, aten.reshape.default, aten.expand.default):
+        idle = before.shape == after.shape
+    if idle:
+        node.replace_all_uses_with(source)
+        node.graph.erase_node(node)
+
+
+def _slice_instead_of_parts(node: Node) -> None:
+    """``chunk``, ``split`` and ``narrow`` along a dimension of known size → ``slice``, dimensions counted from 0."""
+    source = value(node.args[0]) if node.args else None
+    if source is None:
+        return
+    if node.target is aten.slice.Tensor:
+        _, dim, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
+        dim = int(dim) % source.ndim  # type: ignore[arg-type, call-overload]
+        size = source.shape[dim]
+        if isinstance(size, int) and all(bound is None or isinstance(bound, int) for bound in (start, end)):
+            first, last, _ = slice(start, None if end == _TO_END else end).indices(size)
+            node.args = (node.args[0], dim, first, last, *((step,) if step != 1 else ()))
+    elif node.target in (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default):
+        parts = list(_parts(node, source))
+        dim = int(node.args[2] if len(node.args) > 2 else 0) % source.ndim  # type: ignore[arg-type]
+        users = list(node.users)
+        if not parts or any(user.target is not operator.getitem for user in users):
+            return
+        for user in users:
+            start, end = parts[user.args[1]]  # type: ignore[index]
+            user.target, user.args = aten.slice.Tensor, (node.args[0], dim, start, end)
+    elif node.target is aten.narrow.default:
+        dim, start, length = (node.args[1], node.args[2], node.args[3])
+        if all(isinstance(part, int) for part in (dim, start, length)):
+            dim = dim % source.ndim  # type: ignore[operator]
+            node.target, node.args = aten.slice.Tensor, (node.args[0], dim, start, start + length)  # type: ignore[operator]
+
+
+def _parts(node: Node, source: torch.Tensor) -> Iterator[tuple[int, int]]:
+    dim = int(node.args[2] if len(node.args) > 2 else 0) % source.ndim  # type: ignore[arg-type]
+    size = source.shape[dim]
+    if not isinstance(size, int):
+        return
+    if node.target is aten.split_with_sizes.default:
+        lengths = list(node.args[1])  # type: ignore[arg-type]
+        if not all(isinstance(length, int) for length in lengths):
+            return
+    else:
+        step = node.args[1]
+        if not isinstance(step, int):
+            return
+        step = -(-size // step) if node.target is aten.chunk.default else step
+        lengths = [min(step, size - start) for start in range(0, size, step)]
+    start = 0
+    for length in lengths:
+        yield start, start + length
+        start += length
+
+
+def _merge_equal_nodes(module: GraphModule) -> None:
+    """Inference graphs get no common-subexpression elimination: three linears would quantize one tensor three times."""
+    seen: dict[Any, Node] = {}
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or not _is_pure(node):
+            continue
+        key = (node.target, _hashable(node.args), _hashable(node.kwargs))
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            module.graph.erase_node(node)
+        else:
+            seen[key] = node
+
+
+def _is_pure(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    tags = getattr(node.target, "tags", None)
+    return tags is not None and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _hashable(argument: Any) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return tuple(_hashable(item) for item in argument)
+    if isinstance(argument, dict):
+        return tuple(sorted((name, _hashable(item)) for name, item in argument.items()))
+    # 1, 1.0 and True are equal to Python but not to an operator, and 0.0 is not -0.0.
+    return (type(argument), repr(argument)) if isinstance(argument, (int, float)) else argument
+
+
+def _equal(left: Any, right: Any) -> bool:
+    return not isinstance(left, Node) and type(left) is type(right) and left == right

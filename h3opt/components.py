@@ -1,0 +1,168 @@
+"""Which parts of a MiniMax-H3 pipeline h3opt knows, and how each is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKLMiniMaxH3,
+    AutoencoderKLMiniMaxH3Audio,
+    MiniMaxH3Transformer3DModel,
+    ModularPipeline,
+)
+
+from h3opt.capture import Region
+from h3opt.device import Device
+from h3opt.errors import PipelineError
+
+_BATCH, _TOKENS, _ROWS = 0, 1, 0  # dimensions of [batch, tokens, channels] and [rows, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineView:
+    """The components of one pipeline that passes may touch; any of them may be missing.
+
+    Attributes:
+        pipe: the pipeline, or ``None`` when a bare model was given.
+        transformer: the denoiser.
+        vae: the video autoencoder.
+        audio_vae: the audio autoencoder.
+        scope: what one captured graph spans, ``"block"`` or ``"model"``.
+    """
+
+    pipe: ModularPipeline | None = None
+    transformer: MiniMaxH3Transformer3DModel | None = None
+    vae: AutoencoderKLMiniMaxH3 | None = None
+    audio_vae: AutoencoderKLMiniMaxH3Audio | None = None
+    scope: str = "block"
+
+    @classmethod
+    def of(cls, target: Any, scope: str = "block") -> PipelineView:
+        """Look into a pipeline or a single model.
+
+        Raises:
+            PipelineError: nothing in it is a MiniMax-H3 component.
+        """
+        kinds = {
+            "transformer": MiniMaxH3Transformer3DModel,
+            "vae": AutoencoderKLMiniMaxH3,
+            "audio_vae": AutoencoderKLMiniMaxH3Audio,
+        }
+        components = getattr(target, "components", None)
+        pipe = target if isinstance(components, dict) else None
+        candidates = list(components.values()) if isinstance(components, dict) else [target]
+        found: dict[str, Any] = {}
+        for name, kind in kinds.items():
+            for candidate in candidates:
+                if isinstance(candidate, kind):
+                    found.setdefault(name, candidate)
+        if not found:
+            raise PipelineError(
+                f"{type(target).__name__} has no component h3opt knows. Pass a diffusers MiniMax-H3 pipeline with its "
+                "components loaded (pipe.load_components()), its transformer, or one of its VAEs."
+            )
+        return cls(pipe=pipe, scope=scope, **found)
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The known components that are present."""
+        return [module for module in (self.transformer, self.vae, self.audio_vae) if module is not None]
+
+    @property
+    def device(self) -> Device:
+        """Where the components are."""
+        return Device.of(next(self.modules[0].parameters()).device)
+
+    def regions(self) -> list[Region]:
+        """What to capture: each repeated block class once, or the transformer as a whole with ``scope="model"``."""
+        regions = []
+        if self.transformer is not None:
+            transformer = self.transformer
+            if self.scope == "model":
+                regions.append(
+                    Region(
+                        "transformer",
+                        [transformer],
+                        {
+                            "hidden_states": (_BATCH, _TOKENS),
+                            "audio_hidden_states": (_BATCH, _TOKENS),
+                            "encoder_hidden_states": (_BATCH, _TOKENS),
+                            "timestep": (_ROWS,),
+                            "timestep_indices": (_ROWS,),
+                            "token_tags": (_ROWS,),
+                            "position_ids": (_ROWS,),
+                            "video_indices": (_ROWS,),
+                            "audio_indices": (_ROWS,),
+                            "text_indices": (_ROWS,),
+                        },
+                        {
+                            "transformer.block": len(transformer.transformer_blocks),
+                            "transformer.refiner": len(transformer.token_refiner.refiner_blocks),
+                            "transformer.head": 1,
+                        },
+                    )
+                )
+            else:
+                regions.append(
+                    Region(
+                        "transformer.block",
+                        list(transformer.transformer_blocks),
+                        {
+                            "hidden_states": (_BATCH, _TOKENS),
+                            "temb": (_ROWS,),
+                            "adaln_indices": (_ROWS,),
+                            "rotary_emb": (_ROWS,),
+                        },
+                    )
+                )
+                regions.append(
+                    Region(
+                        "transformer.refiner",
+                        list(transformer.token_refiner.refiner_blocks),
+                        {"hidden_states": (_BATCH, _TOKENS)},
+                    )
+                )
+        if self.vae is not None:
+            regions.append(
+                Region(
+                    "vae.block",
+                    list(self.vae.decoder.transformer_blocks),
+                    {"hidden_states": (_BATCH, _TOKENS), "rotary_emb": (_BATCH, _TOKENS)},
+                )
+            )
+        return [region for region in regions if region.modules]
+
+    def after_step(self, step: str, action: Callable[[Any], None], undo: ExitStack) -> int:
+        """Call ``action(state)`` after every run of the pipeline step whose class is called ``step``.
+
+        Args:
+            step: e.g. ``"MiniMaxH3SetTimestepsStep"``.
+            action: gets the pipeline state the step left.
+            undo: takes the call back.
+
+        Returns:
+            How many such steps the pipeline has; 0 for a bare model.
+        """
+        blocks = list(_steps(self.pipe._blocks, step)) if self.pipe is not None else []
+        for block in blocks:
+            original = type(block)
+
+            def call(self: Any, components: Any, state: Any, original: type = original) -> Any:
+                components, state = original.__call__(self, components, state)  # type: ignore[operator]
+                action(state)
+                return components, state
+
+            block.__class__ = type(original.__name__, (original,), {"__call__": call, "__module__": original.__module__})
+            undo.callback(setattr, block, "__class__", original)
+        return len(blocks)
+
+
+def _steps(block: Any, step: str) -> Iterator[Any]:
+    if type(block).__name__ == step:
+        yield block
+    for inner in getattr(block, "sub_blocks", {}).values():
+        yield from _steps(inner, step)

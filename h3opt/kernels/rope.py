@@ -1,0 +1,143 @@
+"""Per-head RMSNorm + rotary embedding of q or k, optionally cast to e4m3 with static scales: one pass over memory.
+
+A head of 128 channels is 32 lanes of four, so ATen's reduction of one head (its warps 1-3 are empty) is one warp's,
+and the rotate-half partner of a lane's four channels is another lane's four: `half / 4` lanes away.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from h3opt.kernels.device import (
+    EXACT_LAUNCH,
+    VECTOR,
+    add_squares,
+    fold_lanes,
+    narrow,
+    narrow_e4m3,
+    rms_reciprocal,
+    round_to,
+    widen,
+)
+
+# Measured choices (see bench.py --tune). Bits do not depend on them.
+HEADS_PER_PROGRAM = 8
+NUM_WARPS = 4
+SHUFFLE = False
+
+MAX_HEAD_DIM = 128
+
+
+@triton.jit
+def norm_rope_tile(
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, first_head, head_stride, eps,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, SHUFFLE: tl.constexpr,
+):  # fmt: skip
+    """BLOCK heads of the token at x_ptr: (rotated tile [BLOCK, LANES, 4] in x's dtype, heads, columns, mask)."""
+    HALF: tl.constexpr = ROTARY // 2
+    head = (first_head + tl.arange(0, BLOCK))[:, None, None]
+    lane = tl.arange(0, LANES)[None, :, None]
+    vector = tl.arange(0, VECTOR)[None, None, :]
+    column = lane * VECTOR + vector
+    inside = (head < HEADS) & (column < HEAD_DIM)
+    x = tl.load(x_ptr + head * head_stride + column, mask=inside, other=0.0)
+    dtype: tl.constexpr = x.dtype
+    total = add_squares(widen(x), tl.zeros((BLOCK, LANES), tl.float32))
+    rstd = rms_reciprocal(fold_lanes(total, BLOCK, LANES), HEAD_DIM, eps)[:, None, None]
+    weight = tl.load(weight_ptr + column, mask=column < HEAD_DIM, other=0.0)
+    normed = round_to(widen(weight) * (rstd * widen(x)), dtype)
+
+    # The partner of a channel: HALF to the right in the first half, to the left in the second.
+    if SHUFFLE:
+        step: tl.constexpr = ROTARY // 8
+        pair_lane = tl.where(lane < step, lane + step, tl.where(lane < 2 * step, lane - step, lane))
+        partner = tl.gather(normed, tl.broadcast_to(pair_lane, (BLOCK, LANES, VECTOR)), 1)
+    else:
+        if ROTARY % 8 == 0:
+            # By whole lanes, so that the compiler sees four neighbours and loads them at once (from L1).
+            step: tl.constexpr = ROTARY // 8
+            pair_lane = tl.where(lane < step, lane + step, tl.where(lane < 2 * step, lane - step, lane))
+            pair = pair_lane * VECTOR + vector
+        else:
+            pair = tl.where(column < HALF, column + HALF, tl.where(column < ROTARY, column - HALF, column))
+        pair_x = tl.load(x_ptr + head * head_stride + pair, mask=inside, other=0.0)
+        pair_weight = tl.load(weight_ptr + pair, mask=column < HEAD_DIM, other=0.0)
+        partner = round_to(widen(pair_weight) * (rstd * widen(pair_x)), dtype)
+    partner = tl.where(column < HALF, -partner, partner)
+
+    cos = round_to(widen(tl.load(cos_ptr + column, mask=column < ROTARY, other=0.0)), dtype)
+    sin = round_to(widen(tl.load(sin_ptr + column, mask=column < ROTARY, other=0.0)), dtype)
+    rotated = round_to(normed * cos, dtype) + round_to(partner * sin, dtype)
+    return narrow(tl.where(column < ROTARY, rotated, normed), dtype), head, column, inside
+
+
+@triton.jit
+def head_norm_rope_kernel(
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr,
+    tokens, token_stride, head_stride, cos_stride, sin_stride, eps,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, SHUFFLE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = row % tokens
+    out, head, column, inside = norm_rope_tile(
+        x_ptr + row * token_stride, weight_ptr, cos_ptr + token * cos_stride, sin_ptr + token * sin_stride,
+        tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES, SHUFFLE,
+    )  # fmt: skip
+    tl.store(out_ptr + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + column, out, mask=inside)
+
+
+@triton.jit
+def head_norm_rope_quantize_kernel(
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, head_scale_ptr, out_ptr,
+    tokens, token_stride, head_stride, cos_stride, sin_stride, eps,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, SHUFFLE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = row % tokens
+    out, head, column, inside = norm_rope_tile(
+        x_ptr + row * token_stride, weight_ptr, cos_ptr + token * cos_stride, sin_ptr + token * sin_stride,
+        tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES, SHUFFLE,
+    )  # fmt: skip
+    scale = tl.load(head_scale_ptr + head, mask=head < HEADS, other=0.0)
+    scaled = tl.clamp(widen(out) * scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out_ptr + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + column, narrow_e4m3(scaled), mask=inside)
+
+
+def _launch(kernel, x, weight, cos, sin, extra, out, eps, block, num_warps, shuffle):
+    heads, head_dim, rotary = x.shape[-2], x.shape[-1], cos.shape[-1]
+    rows = x.reshape(-1, heads, head_dim)
+    if rows.stride(2) != 1:
+        rows = rows.contiguous()
+    cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (cos, sin))
+    block = min(block or HEADS_PER_PROGRAM, triton.next_power_of_2(heads))
+    shuffle = SHUFFLE if shuffle is None else shuffle
+    if out.numel():
+        kernel[(rows.shape[0], triton.cdiv(heads, block))](
+            rows, weight.contiguous(), cos, sin, *extra, out,
+            x.shape[-3], rows.stride(0), rows.stride(1), cos.stride(0), sin.stride(0), eps,
+            HEADS=heads, HEAD_DIM=head_dim, ROTARY=rotary, BLOCK=block,
+            LANES=triton.next_power_of_2(head_dim // 4),
+            SHUFFLE=shuffle and rotary % 8 == 0 and rotary > 0,
+            num_warps=num_warps or NUM_WARPS, **EXACT_LAUNCH,
+        )  # fmt: skip
+    return out
+
+
+def head_norm_rope(x, weight, cos, sin, eps, block=None, num_warps=None, shuffle=None) -> torch.Tensor:
+    """Launch `head_norm_rope_kernel` on x [..., tokens, heads, head_dim], head_dim % 4 == 0 and <= MAX_HEAD_DIM."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _launch(head_norm_rope_kernel, x, weight, cos, sin, (), out, eps, block, num_warps, shuffle)
+
+
+def head_norm_rope_quantize(
+    x, weight, cos, sin, head_scale, eps, block=None, num_warps=None, shuffle=None
+) -> torch.Tensor:
+    """Launch `head_norm_rope_quantize_kernel`; as `head_norm_rope`, with head_scale float32 [heads]."""
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    extra = (head_scale.contiguous(),)
+    return _launch(head_norm_rope_quantize_kernel, x, weight, cos, sin, extra, out, eps, block, num_warps, shuffle)

@@ -1,0 +1,117 @@
+"""Take one captured graph through the graph passes: canonicalize, rewrite, count, probe, check."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from h3opt.canonical import canonicalize
+from h3opt.errors import ShortfallError
+from h3opt.probe import probe, signature
+from h3opt.protocol import GraphFacts, GraphPass
+from h3opt.rewrite import Match, NearMiss, apply_rules
+
+
+class ShortfallWarning(UserWarning):
+    """A pass matched fewer sites than it must, in a profile that says ``on_shortfall: warn``."""
+
+
+@dataclass
+class GraphOutcome:
+    """What one pass did to one graph.
+
+    Attributes:
+        matched: sites rewritten.
+        expected: sites there must be, ``None`` when unknown.
+        probed: sites whose rewrite was proven again on this machine.
+        sites: where they are.
+        refused: sites the probe turned down, with what it saw.
+        near_misses: sites that match in part, nearest first.
+    """
+
+    matched: int = 0
+    expected: int | None = None
+    probed: int = 0
+    sites: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    near_misses: list[NearMiss] = field(default_factory=list)
+
+
+@dataclass
+class Lowering:
+    """Settings for :meth:`run`, and the probes already made with them.
+
+    Attributes:
+        on_shortfall: ``"error"`` or ``"warn"``.
+        probe: whether Exact and Rounding rewrites are proven again on this machine.
+    """
+
+    on_shortfall: str = "error"
+    probe: bool = True
+    _probes: dict[Any, str | None] = field(default_factory=dict)
+
+    def run(
+        self, graph: GraphModule, passes: Iterable[GraphPass], facts: GraphFacts
+    ) -> tuple[GraphModule, dict[str, GraphOutcome]]:
+        """Rewrite a copy of ``graph``; returns it with what each pass did.
+
+        Raises:
+            ShortfallError: a pass matched fewer sites than it expects, and ``on_shortfall`` is ``"error"``.
+            PassFailedError: a pass made an invalid graph.
+        """
+        module = canonicalize(copy_graph(graph))
+        operators = Counter(node.target for node in module.graph.nodes if node.op == "call_function")
+        facts = dataclasses.replace(facts, operators=operators)
+        outcomes: dict[str, GraphOutcome] = {}
+        for graph_pass in passes:
+            outcome = self._apply(graph_pass, module)
+            outcome.expected = graph_pass.expect(facts)
+            outcomes[graph_pass.name] = outcome
+            if outcome.expected is not None and outcome.matched + len(outcome.refused) < outcome.expected:
+                self.fall_short(graph_pass.name, facts.region or "the graph", outcome)
+        return module, outcomes
+
+    def fall_short(self, name: str, where: str, outcome: GraphOutcome) -> None:
+        """Report that pass ``name`` matched too few sites.
+
+        Raises:
+            ShortfallError: unless ``on_shortfall`` is ``"warn"``.
+        """
+        nearest = f" Nearest non-match: {outcome.near_misses[0]}." if outcome.near_misses else " Nothing came near."
+        message = (
+            f"Pass {name!r} matched {outcome.matched} of {outcome.expected} sites in {where}.{nearest} Turn the pass off, or set on_shortfall: warn to run without it."
+        )
+        if self.on_shortfall == "error":
+            raise ShortfallError(message)
+        warnings.warn(message, ShortfallWarning, stacklevel=2)
+
+    def _apply(self, graph_pass: GraphPass, module: GraphModule) -> GraphOutcome:
+        probed = 0
+
+        def accept(match: Match) -> str | None:
+            nonlocal probed
+            if not self.probe:
+                return None
+            key = signature(match)
+            if key not in self._probes:
+                self._probes[key] = probe(match, graph_pass.promise)
+            probed += self._probes[key] is None
+            return self._probes[key]
+
+        found = apply_rules(tuple(graph_pass.rules()), module, accept)
+        return GraphOutcome(found.matched, None, probed, found.sites, found.refused, found.near_misses)
+
+
+def copy_graph(module: GraphModule) -> GraphModule:
+    """A graph that can be rewritten without touching ``module``; metadata and constants are shared."""
+    graph = Graph()
+    output = graph.graph_copy(module.graph, {})
+    graph.output(output)
+    return torch.fx.GraphModule(module, graph)

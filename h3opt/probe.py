@@ -1,0 +1,98 @@
+"""Re-prove a rewrite on this machine: run its two sides on random data of a site's real shapes and compare.
+
+Reduction orders differ between devices, sizes and torch versions, so an Exact rewrite that was right elsewhere is
+checked again where it is about to be used; one differing bit and the site keeps its unfused operators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from h3opt._torch_private import size_hint
+from h3opt.canonical import value
+from h3opt.promises import Exact, Promise, Rounding
+from h3opt.quality import bits_equal
+from h3opt.rewrite import Match, parameters
+
+_SPREAD = 2.0  # standard deviation of probe data: large enough that exp and division leave their easy range
+
+
+def probe(match: Match, promise: Promise, seed: int = 0) -> str | None:
+    """Compare pattern and replacement of ``match`` on random data.
+
+    Args:
+        match: a site; its shapes, strides, dtypes, device and literals are used.
+        promise: Exact asks for equal bits, Rounding for at most so many ulps; Perceptual is not probed.
+        seed: for the random data; the global generators are left alone.
+
+    Returns:
+        ``None`` if the promise holds, else what differed.
+    """
+    if not isinstance(promise, (Exact, Rounding)):
+        return None
+    arguments = _random_arguments(match, seed)
+    with torch.no_grad():
+        expected = _as_tuple(match.rule.pattern(**arguments))
+        found = _as_tuple(match.rule.replacement(**arguments))
+    for reference, candidate in zip(expected, found, strict=True):
+        comparison = bits_equal(reference, candidate)
+        allowed = promise.ulps if isinstance(promise, Rounding) else 0
+        if not comparison.equal and comparison.max_ulps > allowed:
+            return (
+                f"the probe found {comparison.differing} of {reference.numel()} elements different from the unfused "
+                f"operators on this device"
+            )
+    return None
+
+
+def signature(match: Match) -> tuple[Any, ...]:
+    """What a probe's result depends on; equal signatures need one probe."""
+    parts: list[Any] = [match.rule.pattern, match.rule.replacement]
+    for name in parameters(match.rule):
+        tensor = match.tensor(name)
+        if tensor is None:
+            parts.append(repr(match.bound[name]))
+        else:
+            shape = tuple(size_hint(size) for size in tensor.shape)
+            stride = tuple(size_hint(step) for step in tensor.stride())
+            parts.append((shape, stride, tensor.dtype, tensor.device))
+    return tuple(parts)
+
+
+def _random_arguments(match: Match, seed: int) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for name in parameters(match.rule):
+        bound = match.bound[name]
+        tensor = value(bound)
+        if tensor is None:
+            arguments[name] = _literal(bound)
+            continue
+        generator = torch.Generator(tensor.device).manual_seed(seed + len(arguments))
+        shape = [size_hint(size) for size in tensor.shape]
+        real = torch.empty_strided(
+            shape, [size_hint(step) for step in tensor.stride()], dtype=tensor.dtype, device=tensor.device
+        )
+        if tensor.dtype.is_floating_point:
+            noise = torch.randn(shape, generator=generator, device=tensor.device) * _SPREAD
+            real.copy_(noise.to(tensor.dtype))
+        else:
+            table = match.tensor(match.rule.index_into[name])
+            rows = size_hint(table.shape[0]) if table is not None else 1
+            real.copy_(torch.randint(0, rows, shape, generator=generator, device=tensor.device))
+        arguments[name] = real
+    return arguments
+
+
+def _literal(bound: Any) -> Any:
+    if isinstance(bound, (list, tuple)):
+        return [_literal(item) for item in bound]
+    if isinstance(bound, Node):
+        return size_hint(bound.meta["val"])
+    return bound
+
+
+def _as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)

@@ -1,0 +1,49 @@
+"""What a pass promises about the output, and the words a report uses for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Bits with the pass are the bits without it, for every input; NaN payloads do not count."""
+
+    def __str__(self) -> str:
+        return "exact"
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The same maths with the same rounding points, but another order of reduction.
+
+    Attributes:
+        ulps: the largest distance allowed at the output of one rewritten site, in units in the last place of the
+            site's dtype. On the whole pipeline the pass is held to the noise floor (see :mod:`h3opt.verification`).
+    """
+
+    ulps: int = 1
+
+    def __str__(self) -> str:
+        return f"rounding, {self.ulps} ulp"
+
+
+@dataclass(frozen=True)
+class Perceptual:
+    """A number format or an approximation changed.
+
+    Attributes:
+        lpips: the largest LPIPS (AlexNet, mean over frames) against the unmodified pipeline.
+        audio_snr_db: the smallest audio signal-to-noise ratio against the unmodified pipeline, in dB; ``None`` for
+            a pass that does not touch sound.
+    """
+
+    lpips: float
+    audio_snr_db: float | None = None
+
+    def __str__(self) -> str:
+        snr = "" if self.audio_snr_db is None else f", audio ≥ {self.audio_snr_db:g} dB"
+        return f"LPIPS ≤ {self.lpips:g}{snr}"
+
+
+Promise = Exact | Rounding | Perceptual

@@ -1,0 +1,207 @@
+"""What a pass is.
+
+A pass is a frozen dataclass in a file of its own. Its fields are the options a profile may set; its class attributes
+say what it promises and in which order it runs. There are three kinds:
+
+* :class:`FormatPass` changes what weights are stored as;
+* :class:`GraphPass` rewrites the semantic graph of a captured block;
+* :class:`SchedulePass` changes when and where work runs.
+
+All three carry examples that must fire, examples that must be left alone, and *mutants*: deliberately wrong versions
+of themselves that the generic tests (:mod:`h3opt.testing`) have to catch.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from h3opt.device import Device
+from h3opt.promises import Promise
+
+if TYPE_CHECKING:
+    from h3opt.components import PipelineView
+    from h3opt.rewrite import Match
+    from h3opt.testing import Draw
+
+
+@dataclass(frozen=True)
+class Yes:
+    """The pass can run here."""
+
+
+@dataclass(frozen=True)
+class No:
+    """The pass cannot run here; ``reason`` goes into the report."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """What is known about a semantic graph when passes run on it.
+
+    Attributes:
+        region: the name of the captured region, e.g. ``"transformer.block"``; ``""`` for a graph that was not
+            captured from a known component.
+        holds: repeated blocks by kind, e.g. ``{"transformer.block": 1}``, or the model's depth with
+            ``scope: model``; empty when unknown.
+        operators: how often each operator occurs before any pass has run.
+        passes: all passes that are on, so that a pass can tell what its neighbours leave for it.
+    """
+
+    region: str = ""
+    holds: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    operators: Mapping[Any, int] = dataclasses.field(default_factory=dict)
+    passes: tuple[Pass, ...] = ()
+
+    def find(self, name: str) -> Pass | None:
+        """The pass called ``name`` if it is on."""
+        return next((one for one in self.passes if one.name == name), None)
+
+    def per(self, **sites: int) -> int | None:
+        """Expected sites from sites per block, e.g. ``per(transformer_block=2)``; ``None`` in an unknown graph."""
+        if not self.holds:
+            return None
+        return sum(count * self.holds.get(kind.replace("_", ".", 1), 0) for kind, count in sites.items())
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rewrite: wherever ``pattern`` occurs, put ``replacement``.
+
+    Both are functions with the same parameter names, written with ``torch.ops.aten`` (or h3opt's own) operators and
+    plain ``+`` and ``*``. They are traced, so no parameter has a value: each matches a tensor *or* a literal (an
+    ``eps``, a size) and ``+`` and ``*`` match either operand order. A pattern may return several values; the last
+    one is where matching starts, and the others must lie on the way to it.
+
+    Both are also ordinary functions of real tensors, which is how the probe compares them on the user's machine.
+
+    Attributes:
+        guard: called with the match; returns why this site must be left alone, or ``None`` to go ahead.
+        index_into: for integer inputs, the name of the table they select rows of, e.g.
+            ``{"index": "scale_table"}``: what the probe needs to draw valid ones.
+    """
+
+    pattern: Callable[..., Any]
+    replacement: Callable[..., Any]
+    guard: Callable[[Match], str | None] | None = None
+    index_into: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A function as a model would spell it, and arguments to call it with."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Decline:
+    """An example that differs from a matching one in a single condition, and must be left alone because of it."""
+
+    why: str
+    build: Callable[[Draw], Example]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong version of a pass. The generic tests fail if they cannot tell it from the right one."""
+
+    why: str
+    instance: Pass
+
+
+@dataclass(frozen=True)
+class Pass(abc.ABC):
+    """Base of all passes. Subclass one of the three kinds, not this."""
+
+    name: ClassVar[str]
+    kind: ClassVar[str]
+    promise: ClassVar[Promise]
+    after: ClassVar[tuple[str, ...]] = ()
+    conflicts: ClassVar[tuple[str, ...]] = ()
+
+    def applies(self, device: Device, view: PipelineView) -> Yes | No:
+        """Whether the pass can run on this device and pipeline; a ``No`` is shown in the report."""
+        return Yes()
+
+    @abc.abstractmethod
+    def mutants(self) -> Sequence[Mutant]:
+        """Wrong versions of this pass, at least one."""
+
+    @classmethod
+    def summary(cls) -> str:
+        """The first line of the docstring."""
+        return (cls.__doc__ or "").strip().splitlines()[0] if cls.__doc__ else ""
+
+    def options(self) -> dict[str, Any]:
+        """The options and their current values."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+@dataclass(frozen=True)
+class GraphPass(Pass):
+    """Rewrites the semantic graph of each captured region through :meth:`rules`."""
+
+    kind: ClassVar[str] = "graph"
+
+    @abc.abstractmethod
+    def rules(self) -> Sequence[Rule]:
+        """The rewrites, tried in this order at every site."""
+
+    def expect(self, facts: GraphFacts) -> int | None:
+        """How many sites a graph with these facts must have; ``None`` when that cannot be known."""
+        return None
+
+    @abc.abstractmethod
+    def example(self, draw: Draw) -> Example:
+        """A function with exactly one site, with arguments of drawn shapes, dtypes, strides and values."""
+
+    def declines(self) -> Sequence[Decline]:
+        """Examples that must be left alone, one condition each."""
+        return ()
+
+
+@dataclass(frozen=True)
+class _ModulePass(Pass):
+    """Shared by the kinds that change modules rather than graphs."""
+
+    @abc.abstractmethod
+    def install(self, view: PipelineView, undo: ExitStack) -> int:
+        """Change the pipeline and register on ``undo`` how to take every change back, bit for bit.
+
+        Args:
+            view: the components of the pipeline.
+            undo: closed, last change first, on restore and when a later step fails.
+
+        Returns:
+            How many sites were changed.
+        """
+
+    @abc.abstractmethod
+    def expect(self, view: PipelineView) -> int:
+        """How many sites this pipeline must have."""
+
+
+@dataclass(frozen=True)
+class FormatPass(_ModulePass):
+    """Changes what weights are stored as, and the modules that read them."""
+
+    kind: ClassVar[str] = "format"
+
+
+@dataclass(frozen=True)
+class SchedulePass(_ModulePass):
+    """Changes when and where work runs, never what is computed.
+
+    ``happens_before`` states the orderings the pass relies on or adds, one sentence each; ``h3opt explain`` shows it.
+    """
+
+    kind: ClassVar[str] = "schedule"
+    happens_before: ClassVar[tuple[str, ...]] = ()

@@ -1,0 +1,165 @@
+"""Which passes exist, and in which order a chosen set of them runs.
+
+Passes come from the package ``h3opt.passes`` (one file each) and from installed packages that name a module under the
+entry-point group ``h3opt.passes``. Nothing else in h3opt knows a pass by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterable, Mapping
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from h3opt.errors import (
+    PassConflictError,
+    PassDefinitionError,
+    PassOptionError,
+    PassOrderError,
+    UnknownPassError,
+    nearest,
+)
+from h3opt.promises import Exact, Perceptual, Rounding
+from h3opt.protocol import FormatPass, GraphPass, Pass, SchedulePass
+
+ENTRY_POINT_GROUP = "h3opt.passes"
+_STAGES = {"format": 0, "graph": 1, "schedule": 2}
+_registered: dict[str, type[Pass]] = {}
+_loaded: set[str] = set()
+
+PassClass = TypeVar("PassClass", bound=type[Pass])
+
+
+def register(cls: PassClass) -> PassClass:
+    """Class decorator: make a pass known under its ``name``.
+
+    Raises:
+        PassDefinitionError: the class does not follow the protocol, or the name is taken.
+    """
+    problem = _problem_with(cls)
+    if problem:
+        raise PassDefinitionError(f"{cls.__module__}.{cls.__qualname__} {problem}")
+    known = _registered.get(cls.name)
+    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise PassDefinitionError(
+            f"The pass name {cls.name!r} is taken by {known.__module__}.{known.__qualname__}. Choose another name."
+        )
+    _registered[cls.name] = cls
+    return cls
+
+
+def list_passes() -> list[type[Pass]]:
+    """All known pass classes, by kind and then name.
+
+    Raises:
+        PassDefinitionError: a pass module, shipped or installed, cannot be imported.
+    """
+    _load()
+    return sorted(_registered.values(), key=lambda cls: (_STAGES[cls.kind], cls.name))
+
+
+def find_pass(name: str) -> type[Pass]:
+    """The pass class called ``name``.
+
+    Raises:
+        UnknownPassError: there is none; the message has the nearest name.
+    """
+    _load()
+    if name not in _registered:
+        raise UnknownPassError(
+            f"There is no pass called {name!r}{nearest(name, _registered)}. `h3opt passes` lists them all."
+        )
+    return _registered[name]
+
+
+def make_pass(name: str, options: Mapping[str, Any] | None = None) -> Pass:
+    """An instance of the pass called ``name`` with ``options`` set.
+
+    Raises:
+        UnknownPassError: no such pass.
+        PassOptionError: no such option, or a value the pass refuses.
+    """
+    cls = find_pass(name)
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    for option in options or {}:
+        if option not in known:
+            has = f"Its options are: {', '.join(known)}." if known else "It has no options."
+            raise PassOptionError(f"Pass {name!r} has no option {option!r}{nearest(option, known)}. {has}")
+    try:
+        return cls(**dict(options or {}))
+    except (TypeError, ValueError) as error:
+        raise PassOptionError(f"Pass {name!r} refuses its options: {error}. See `h3opt explain {name}`.") from error
+
+
+def in_order(passes: Iterable[Pass]) -> tuple[Pass, ...]:
+    """Sort passes so that each comes after those it names in ``after``; ties go by kind, then name.
+
+    Raises:
+        PassConflictError: one pass twice, or two that exclude each other.
+        PassOrderError: the ``after`` declarations form a cycle.
+    """
+    chosen: dict[str, Pass] = {}
+    for instance in passes:
+        if instance.name in chosen:
+            raise PassConflictError(f"Pass {instance.name!r} is given twice. Keep one of the two.")
+        chosen[instance.name] = instance
+    for instance in chosen.values():
+        for other in instance.conflicts:
+            if other in chosen:
+                raise PassConflictError(f"Passes {instance.name!r} and {other!r} exclude each other. Turn one off.")
+    waiting = {name: {other for other in instance.after if other in chosen} for name, instance in chosen.items()}
+    ordered: list[Pass] = []
+    while waiting:
+        ready = [name for name, before in waiting.items() if not before]
+        if not ready:
+            circle = " → ".join(sorted(waiting))
+            raise PassOrderError(f"These passes each wait for another: {circle}. Remove one of their `after` entries.")
+        first = min(ready, key=lambda name: (_STAGES[chosen[name].kind], name))
+        ordered.append(chosen[first])
+        del waiting[first]
+        for before in waiting.values():
+            before.discard(first)
+    return tuple(ordered)
+
+
+def _load() -> None:
+    package = importlib.import_module("h3opt.passes")
+    names = [f"h3opt.passes.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
+    for name in names:
+        _import_once(name, f"The shipped pass module {name}")
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        _import_once(entry.value, f"The pass package {entry.name!r} ({entry.value})")
+
+
+def _import_once(module: str, what: str) -> None:
+    if module in _loaded:
+        return
+    try:
+        importlib.import_module(module.split(":")[0])
+    except PassDefinitionError:
+        raise
+    except Exception as error:
+        raise PassDefinitionError(f"{what} cannot be imported: {error!r}. Mend it or uninstall it.") from error
+    _loaded.add(module)
+
+
+def _problem_with(cls: type) -> str | None:
+    if not issubclass(cls, (FormatPass, GraphPass, SchedulePass)):
+        return "is not a FormatPass, GraphPass or SchedulePass. Derive it from one of them."
+    if not isinstance(getattr(cls, "name", None), str) or not cls.name.isidentifier():
+        return "has no usable name. Set name = 'my_pass', a Python identifier."
+    if not isinstance(getattr(cls, "promise", None), (Exact, Rounding, Perceptual)):
+        return "makes no promise. Set promise = Exact(), Rounding(ulps=...) or Perceptual(lpips=...)."
+    if not dataclasses.is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        return "is not a frozen dataclass. Decorate it with @dataclass(frozen=True) below @register."
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        return f"leaves out {missing}. Every pass defines them (see h3opt.protocol)."
+    if not cls.summary():
+        return "has no docstring. Say in its first line what it does and why that is faster."
+    if issubclass(cls, SchedulePass) and not cls.happens_before:
+        return "states no ordering. Set happens_before to the orderings it relies on or adds."
+    return None

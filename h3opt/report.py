@@ -1,0 +1,111 @@
+"""What was asked for, what happened, and what it was held to: one entry per pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from h3opt.promises import Promise
+
+
+@dataclass
+class PassReport:
+    """One pass.
+
+    Attributes:
+        name, kind: as registered.
+        promise: what the pass is held to.
+        state: ``"on"``, ``"declined"`` (see ``reason``) or ``"waiting"`` (nothing captured yet).
+        reason: why it declined.
+        matched, expected: sites over all modules; ``None`` while unknown.
+        per_region: matched and expected sites per captured graph, e.g. ``{"transformer.block": (1, 1)}``.
+        sites: where it fired, for the first graph of each region.
+        near_misses: sites that match in part, with what differed.
+        refused: sites the probe turned down on this machine.
+        proof: what was proven, in words.
+    """
+
+    name: str
+    kind: str
+    promise: Promise
+    state: str = "waiting"
+    reason: str | None = None
+    matched: int | None = None
+    expected: int | None = None
+    per_region: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    sites: list[str] = field(default_factory=list)
+    near_misses: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    proof: str = "none yet"
+
+    @property
+    def declined(self) -> str | None:
+        """The reason the pass declined, ``None`` if it did not."""
+        return self.reason if self.state == "declined" else None
+
+    @property
+    def counts(self) -> str:
+        """``matched/expected`` for a table."""
+        if self.state == "declined":
+            return "–"
+        matched = "?" if self.matched is None else str(self.matched)
+        return f"{matched}/{'?' if self.expected is None else self.expected}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready types."""
+        return {**asdict(self), "promise": str(self.promise)}
+
+
+@dataclass
+class Report:
+    """All passes of one optimized pipeline, by name.
+
+    Attributes:
+        profile: the profile's name.
+        device: the device's name.
+        executor, scope: how graphs run and what they span.
+        passes: in the order they run.
+        captured: graphs captured per region.
+        notices: sentences a user should read.
+    """
+
+    profile: str
+    device: str
+    executor: str
+    scope: str
+    passes: dict[str, PassReport] = field(default_factory=dict)
+    captured: dict[str, int] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> PassReport:
+        return self.passes[name]
+
+    def __iter__(self) -> Iterator[PassReport]:
+        return iter(self.passes.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.passes
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready types."""
+        return {
+            "profile": self.profile,
+            "device": self.device,
+            "executor": self.executor,
+            "scope": self.scope,
+            "captured": dict(self.captured),
+            "notices": list(self.notices),
+            "passes": [entry.to_dict() for entry in self],
+        }
+
+    def __str__(self) -> str:
+        rows = [("pass", "kind", "sites", "promise", "state")]
+        rows += [
+            (entry.name, entry.kind, entry.counts, str(entry.promise), entry.declined or f"{entry.state}; {entry.proof}")
+            for entry in self
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [f"profile {self.profile} on {self.device}, executor {self.executor}, scope {self.scope}"]
+        lines += ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[4]]) for row in rows]  # noqa: B905
+        return "\n".join([*lines, *self.notices])

@@ -1,0 +1,336 @@
+"""``h3opt.optimize``: install passes on a pipeline in place, and take every one of them back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from h3opt.capture import CapturedGraph, Region
+from h3opt.components import PipelineView
+from h3opt.device import Device
+from h3opt.errors import H3OptError, PassOptionError, PipelineError, ProfileError, nearest
+from h3opt.executors import EXECUTORS
+from h3opt.lowering import GraphOutcome, Lowering
+from h3opt.profiles import Profile, detect_profile, load_profile
+from h3opt.protocol import FormatPass, GraphFacts, GraphPass, No, Pass, SchedulePass
+from h3opt.registry import in_order, make_pass
+from h3opt.report import PassReport, Report
+
+_active: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKeyDictionary()
+
+
+def optimize(
+    target: Any,
+    passes: Iterable[str | Pass] | None = None,
+    profile: str | Profile = "auto",
+    *,
+    executor: str | None = None,
+    scope: str | None = None,
+    on_shortfall: str | None = None,
+    probe: bool | None = None,
+    tokens: int | None = None,
+    world_size: int = 1,
+) -> Optimized:
+    """Make a MiniMax-H3 pipeline, or one of its models, run through h3opt. It is changed in place.
+
+    Calling it again on the same pipeline replaces what the earlier call installed. Graphs are captured at the first
+    generation: what is only known then (how often a pass fired, a shortfall, a probe) is in ``report`` after it.
+
+    Args:
+        target: a diffusers MiniMax-H3 pipeline with components loaded, its transformer, or one of its VAEs.
+        passes: pass names or instances, in any order; ``None`` for what the profile turns on, ``[]`` for none. A name
+            takes its options from the profile's row for it, if there is one.
+        profile: a shipped name, a path, a :class:`~h3opt.profiles.Profile`, or ``"auto"`` to go by the device.
+        executor: ``"direct"`` or ``"inductor"``; overrides the profile, as the next three do.
+        scope: ``"block"`` or ``"model"``: what one graph spans.
+        on_shortfall: ``"error"`` or ``"warn"``.
+        probe: whether rewrites are proven again on this machine.
+        tokens: length of the packed sequence, for profile rows that depend on it.
+        world_size: number of GPUs, likewise.
+
+    Returns:
+        A handle with ``report`` and ``restore()``; also a context manager.
+
+    Raises:
+        H3OptError: and the pipeline is as it was.
+    """
+    view = PipelineView.of(target)
+    chosen, notice = _choose_profile(profile, view)
+    settings = {
+        "executor": executor or chosen.executor,
+        "scope": scope or chosen.scope,
+        "on_shortfall": on_shortfall or chosen.on_shortfall,
+    }
+    _check_choices(settings)
+    view = PipelineView.of(target, settings["scope"])
+    session = Session(
+        view,
+        profile=chosen.name,
+        executor=settings["executor"],
+        on_shortfall=settings["on_shortfall"],
+        probe=chosen.probe if probe is None else probe,
+    )
+    if notice:
+        session.notices.append(notice)
+    instances = in_order(_choose_passes(passes, chosen, tokens, world_size))
+    _release(view)
+    session.install(instances)
+    for module in view.modules:
+        _active[module] = session
+    return Optimized(session)
+
+
+class Optimized:
+    """A pipeline with passes installed. Leave the ``with`` block, or call :meth:`restore`, to take them back."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def report(self) -> Report:
+        """What each pass did so far."""
+        return self._session.report()
+
+    @property
+    def active(self) -> bool:
+        """Whether the passes are still installed."""
+        return self._session.installed
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The passes asked for, in the order they run."""
+        return self._session.passes
+
+    def restore(self) -> None:
+        """Give back the unmodified pipeline, bit for bit. A second call does nothing."""
+        self._session.uninstall()
+
+    def __enter__(self) -> Optimized:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+class Session:
+    """The passes installed on one pipeline. :class:`Optimized` is its public face."""
+
+    def __init__(
+        self, view: PipelineView, *, profile: str, executor: str, on_shortfall: str, probe: bool
+    ) -> None:
+        self.view = view
+        self.device = view.device
+        self.passes: tuple[Pass, ...] = ()
+        self.notices: list[str] = []
+        self.installed = False
+        self._profile, self._executor = profile, executor
+        self._lowering = Lowering(on_shortfall, probe)
+        self._regions: list[Region] = []
+        self._declined: dict[str, str] = {}
+        self._installed_sites: dict[str, tuple[int, int]] = {}
+        self._outcomes: dict[tuple[int, Any], dict[str, GraphOutcome]] = {}
+        self._undo_modules = ExitStack()
+        self._undo_capture = ExitStack()
+
+    def install(self, passes: Sequence[Pass]) -> None:
+        """Install passes and capture entries.
+
+        Raises:
+            H3OptError: a pass refused or fell short; everything is taken back.
+        """
+        try:
+            self._regions = self._regions or self.view.regions()
+            self._install_passes(passes)
+            for region in self._regions:
+                self._undo_capture.callback(region.install(self))
+            self.installed = True
+        except BaseException:
+            self.uninstall()
+            raise
+
+    def change_passes(self, passes: Sequence[Pass]) -> None:
+        """Swap the installed passes. Captured graphs stay, and are rewritten anew where the passes differ.
+
+        Raises:
+            H3OptError: a pass refused or fell short; the pipeline is restored.
+        """
+        self._undo_capture.close()
+        self._undo_modules.close()
+        self.install(passes)
+
+    def uninstall(self) -> None:
+        """Take everything back, last change first."""
+        self._undo_capture.close()
+        self._undo_modules.close()
+        self.installed = False
+        for module in self.view.modules:
+            if _active.get(module) is self:
+                del _active[module]
+
+    @property
+    def plan_key(self) -> Any:
+        """Graphs are rewritten once per set of passes that apply."""
+        return self._applicable()
+
+    def build(self, captured: CapturedGraph) -> Callable[..., Any]:
+        """Rewrite a captured graph under the current passes; see :class:`h3opt.capture.Planner`."""
+        region = captured.region
+        facts = GraphFacts(region.name, region.holds or {region.name: 1}, passes=self._applicable())
+        graph_passes = [one for one in self._applicable() if isinstance(one, GraphPass)]
+        graph, outcomes = self._lowering.run(captured.graph, graph_passes, facts)
+        self._outcomes[id(captured), self.plan_key] = outcomes
+        return EXECUTORS[self._executor](graph, captured.example_inputs)
+
+    def failed(self, error: H3OptError) -> None:
+        """A capture failed for a reason of ours: take everything back, so that the pipeline still runs."""
+        self.uninstall()
+        error.add_note("The pipeline has been restored to what it was before h3opt.optimize.")
+
+    def report(self) -> Report:
+        """What each pass did, summed over the modules of every region."""
+        report = Report(self._profile, self.device.name, self._executor, self.view.scope, notices=list(self.notices))
+        report.captured = {region.name: len(region.captured) for region in self._regions}
+        for one in self.passes:
+            entry = PassReport(one.name, one.kind, one.promise)
+            report.passes[one.name] = entry
+            if one.name in self._declined:
+                entry.state, entry.reason = "declined", self._declined[one.name]
+            elif one.name in self._installed_sites:
+                entry.state = "on"
+                entry.matched, entry.expected = self._installed_sites[one.name]
+            else:
+                self._sum_graphs(entry)
+        return report
+
+    def _sum_graphs(self, entry: PassReport) -> None:
+        probed = 0
+        for region in self._regions:
+            outcomes = [
+                outcome[entry.name]
+                for captured in region.captured
+                if (outcome := self._outcomes.get((id(captured), self.plan_key))) is not None
+            ]
+            if not outcomes:
+                continue
+            fewest = min(outcomes, key=lambda outcome: outcome.matched)
+            probed += sum(outcome.probed for outcome in outcomes)
+            entry.state = "on"
+            entry.per_region[region.name] = (fewest.matched, fewest.expected)
+            entry.matched = (entry.matched or 0) + fewest.matched * len(region.modules)
+            if fewest.expected is not None:
+                entry.expected = (entry.expected or 0) + fewest.expected * len(region.modules)
+            entry.sites += [f"{region.name}: {site}" for site in outcomes[0].sites]
+            entry.refused += [f"{region.name}: {site}" for outcome in outcomes for site in outcome.refused]
+            entry.near_misses += [f"{region.name}: {miss}" for miss in outcomes[0].near_misses]
+        if entry.refused and not entry.matched:
+            entry.state, entry.reason = "declined", entry.refused[0]
+        if probed:
+            entry.proof = f"probe: bits equal at {probed} sites" if str(entry.promise) == "exact" else f"{probed} probes"
+
+    def _install_passes(self, passes: Sequence[Pass]) -> None:
+        self.passes = in_order(passes)
+        self._declined, self._installed_sites = {}, {}
+        for one in self.passes:
+            answer = one.applies(self.device, self.view)
+            if isinstance(answer, No):
+                self._declined[one.name] = answer.reason
+        for one in self._applicable():
+            if isinstance(one, (FormatPass, SchedulePass)):
+                expected = one.expect(self.view)
+                matched = one.install(self.view, self._undo_modules)
+                self._installed_sites[one.name] = (matched, expected)
+                if matched < expected:
+                    self._lowering.fall_short(one.name, "the pipeline", GraphOutcome(matched, expected))
+
+    def _applicable(self) -> tuple[Pass, ...]:
+        return tuple(one for one in self.passes if one.name not in self._declined)
+
+
+class StandalonePlanner:
+    """Plans for ``torch.compile(backend="h3opt")``: fixed graph passes, no expectations."""
+
+    def __init__(self, passes: Iterable[str | Pass] = (), executor: str = "direct", probe: bool = True) -> None:
+        _check_choices({"executor": executor})
+        chosen = in_order(make_pass(one) if isinstance(one, str) else one for one in passes)
+        for one in chosen:
+            if not isinstance(one, GraphPass):
+                raise PassOptionError(
+                    f"Pass {one.name!r} is a {one.kind} pass, and the backend alone runs graph passes. "
+                    "Use h3opt.optimize for the others."
+                )
+        self.plan_key: Any = chosen
+        self._executor = executor
+        self._lowering = Lowering("warn", probe)
+
+    def build(self, captured: CapturedGraph) -> Callable[..., Any]:
+        """See :class:`h3opt.capture.Planner`."""
+        graph, _ = self._lowering.run(captured.graph, self.plan_key, GraphFacts(passes=self.plan_key))
+        return EXECUTORS[self._executor](graph, captured.example_inputs)
+
+    def failed(self, error: H3OptError) -> None:
+        """Nothing was installed, so nothing is taken back."""
+
+
+def _choose_profile(profile: str | Profile, view: PipelineView) -> tuple[Profile, str | None]:
+    if isinstance(profile, Profile):
+        return profile, None
+    if profile == "auto":
+        return detect_profile(next(view.modules[0].parameters()).device)
+    return load_profile(profile), None
+
+
+def _choose_passes(
+    passes: Iterable[str | Pass] | None, profile: Profile, tokens: int | None, world_size: int
+) -> list[Pass]:
+    rows = {row.name: row for row in profile.rows_for(tokens, world_size)}
+    if passes is None:
+        passes = [name for name, row in rows.items() if row.enabled]
+    instances = []
+    for one in passes:
+        if isinstance(one, Pass):
+            instances.append(one)
+            continue
+        row = rows.get(one)
+        try:
+            instances.append(make_pass(one, row.options if row else None))
+        except PassOptionError as error:
+            raise PassOptionError(f"{profile.locate(row)}: {error}" if row else str(error)) from error
+        except H3OptError as error:
+            if row is None:
+                raise
+            raise ProfileError(f"{profile.locate(row, 'pass')}: {error}") from error
+    return instances
+
+
+def _check_choices(settings: dict[str, str]) -> None:
+    choices = {"executor": tuple(EXECUTORS), "scope": ("block", "model"), "on_shortfall": ("error", "warn")}
+    for name, chosen in settings.items():
+        if chosen not in choices[name]:
+            listed = " or ".join(repr(choice) for choice in choices[name])
+            raise PassOptionError(
+                f"{name}={chosen!r} is not a choice{nearest(str(chosen), choices[name])}. Use {listed}."
+            )
+
+
+def _release(view: PipelineView) -> None:
+    """Take back what an earlier call installed on these components; refuse to break up another pipeline's."""
+    for module in view.modules:
+        earlier = _active.get(module)
+        if earlier is None:
+            continue
+        if earlier.view.pipe is not None and earlier.view.pipe is not view.pipe:
+            raise PipelineError(
+                f"This {type(module).__name__} is part of another optimized pipeline. Call restore() on that one "
+                "first, or give each pipeline its own copy."
+            )
+        earlier.uninstall()
+
+
+__all__ = ["Device", "Optimized", "Session", "StandalonePlanner", "optimize"]

@@ -1,0 +1,116 @@
+"""What a denoising step computes from the prompt and the layout alone, computed once per generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from h3opt.calls import around
+from h3opt.device import Device
+from h3opt.promises import Exact
+from h3opt.protocol import Mutant, No, SchedulePass, Yes
+from h3opt.registry import register
+
+if TYPE_CHECKING:
+    from h3opt.components import PipelineView
+
+SOURCES = {
+    "context_embedder": "encoder_hidden_states",
+    "token_refiner": "encoder_hidden_states",
+    "rope": "position_ids",
+}
+"""Module of the transformer → the argument of its ``forward`` that the module's result depends on."""
+
+
+@register
+@dataclass(frozen=True)
+class HoistStepInvariants(SchedulePass):
+    """Context embedder, token refiner and rope give every step the same tensors: run them in the first step only.
+
+    A result is reused while the transformer is called with the same tensor object, unwritten since, and the module's
+    weights are the same, unwritten since. Nothing is compared by value, so nothing waits for the device.
+    """
+
+    name = "hoist_step_invariants"
+    promise = Exact()
+    happens_before = ("The first step's embedder, refiner and rope run before every later step's first block.",)
+
+    def applies(self, device: Device, view: PipelineView) -> Yes | No:
+        if view.transformer is None:
+            return No("there is no transformer")
+        if view.scope == "model":
+            return No("scope: model captures embedder, refiner and rope inside the transformer's graph")
+        return Yes()
+
+    def expect(self, view: PipelineView) -> int:
+        return len(SOURCES)
+
+    def install(self, view: PipelineView, undo: ExitStack) -> int:
+        current: dict[str, torch.Tensor] = {}
+
+        def remember_inputs(proceed: Any, *args: Any, **kwargs: Any) -> Any:
+            current.update({name: kwargs[name] for name in SOURCES.values() if name in kwargs})
+            try:
+                return proceed(*args, **kwargs)
+            finally:
+                current.clear()
+
+        around(view.transformer, remember_inputs, undo)
+        for name, source in SOURCES.items():
+            module = getattr(view.transformer, name)
+            around(module, self.memo(module, source, current), undo)
+        return len(SOURCES)
+
+    def memo(self, module: torch.nn.Module, source: str, current: dict[str, torch.Tensor]) -> Memo:
+        """What stands around ``module``."""
+        return Memo(module, source, current)
+
+    def mutants(self) -> Sequence[Mutant]:
+        return (Mutant("a result outlives its generation", _NeverForgets()),)
+
+
+@dataclass
+class Memo:
+    """The last result of a module, and what it was computed from."""
+
+    module: torch.nn.Module
+    source: str
+    current: dict[str, torch.Tensor]
+    made_from: tuple[Any, ...] | None = None
+    result: Any = None
+
+    def __call__(self, proceed: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.source not in self.current:  # called on its own, or the transformer was called by position
+            return proceed(*args, **kwargs)
+        made_from = self.stamp()
+        if self.made_from is None or not _same(self.made_from, made_from):
+            self.result = proceed(*args, **kwargs)
+            self.made_from = made_from
+        return self.result
+
+    def stamp(self) -> tuple[Any, ...]:
+        """The source and weights, as objects and write counts; holding them keeps their identity from being reused."""
+        tensors = (self.current[self.source], *self.module.parameters(), *self.module.buffers())
+        return tuple((tensor, tensor._version) for tensor in tensors)
+
+
+def _same(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    return len(left) == len(right) and all(
+        one is other and version == other_version
+        for (one, version), (other, other_version) in zip(left, right, strict=True)
+    )
+
+
+class _Stale(Memo):
+    def stamp(self) -> tuple[Any, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class _NeverForgets(HoistStepInvariants):
+    def memo(self, module: torch.nn.Module, source: str, current: dict[str, torch.Tensor]) -> Memo:
+        return _Stale(module, source, current)

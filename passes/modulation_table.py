@@ -1,0 +1,144 @@
+"""The AdaLN tables of all steps, computed once per schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from h3opt.calls import around
+from h3opt.device import Device
+from h3opt.promises import Exact
+from h3opt.protocol import Mutant, No, SchedulePass, Yes
+from h3opt.registry import register
+
+if TYPE_CHECKING:
+    from h3opt.components import PipelineView
+
+MAX_TIMESTEPS = 4  # distinct timesteps in one forward: video, audio, keyframes, references
+
+
+class TableRows(torch.nn.Module):
+    """Stands in for a block's AdaLN projection: hands out the rows of the current step.
+
+    ``rows`` is ``[3 * MAX_TIMESTEPS, 6 * hidden_size]`` whatever the number of timesteps, so that one captured graph
+    serves them all; the rows past the current ones are never indexed.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("rows", rows, persistent=False)
+
+    def forward(self, temb: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.rows.chunk(6, dim=-1)
+
+
+@register
+@dataclass(frozen=True)
+class ModulationTable(SchedulePass):
+    """AdaLN depends on the timestep alone: 13.0B of H3's 33.1B parameters run once per schedule, then leave the GPU.
+
+    Tables are computed with the very calls the block would make, one timestep tensor at a time, so the bits are those
+    of the block. A forward whose timesteps no schedule announced is served too, at the price of computing its tables.
+    """
+
+    name = "modulation_table"
+    promise = Exact()
+    happens_before = (
+        "All tables of a schedule are computed before its first transformer call.",
+        "The rows of a step are in place before its first block runs.",
+    )
+
+    def applies(self, device: Device, view: PipelineView) -> Yes | No:
+        return Yes() if view.transformer is not None else No("there is no transformer")
+
+    def expect(self, view: PipelineView) -> int:
+        return len(view.transformer.transformer_blocks) if view.transformer is not None else 0
+
+    def install(self, view: PipelineView, undo: ExitStack) -> int:
+        tables = self.tables(view.transformer)
+        for block, projection in zip(view.transformer.transformer_blocks, tables.projections, strict=True):
+            undo.callback(setattr, block, "adaln_proj", projection.to(tables.device))
+            projection.to("cpu")
+            block.adaln_proj = TableRows(tables.blank)
+        undo.callback(tables.return_weights)
+        around(view.transformer, tables.select, undo)
+        view.after_step("MiniMaxH3SetTimestepsStep", tables.compute_schedule, undo)
+        return len(tables.projections)
+
+    def tables(self, transformer: Any) -> Tables:
+        """The tables this pass fills and reads."""
+        return Tables(transformer)
+
+    def mutants(self) -> Sequence[Mutant]:
+        return (Mutant("every step reads the first step's rows", _StuckOnFirst()),)
+
+
+@dataclass
+class Tables:
+    """Rows per step and block, found by the identity of the step's timestep tensor: no device value is read back."""
+
+    transformer: Any
+    steps: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.projections = [block.adaln_proj for block in self.transformer.transformer_blocks]
+        weight = self.projections[0].linear.weight
+        self.device = weight.device
+        self.blank = weight.new_zeros(3 * MAX_TIMESTEPS, weight.shape[0] // 3)
+
+    def compute_schedule(self, state: Any) -> None:
+        """Fill the tables for every step of the plan the pipeline has just made."""
+        self.steps.clear()
+        self.compute([timestep for timestep, _ in state.get("row_timestep_plan")])
+
+    def compute(self, timesteps: Sequence[torch.Tensor]) -> None:
+        """Fill the tables of ``timesteps``, each ``[distinct timesteps]`` float32; weights visit the GPU block by block."""
+        with torch.no_grad():
+            embeddings = [self._embed(timestep) for timestep in timesteps]
+            for timestep in timesteps:
+                self.steps[id(timestep)] = (timestep, timestep._version, [])
+            for projection in self.projections:
+                projection.to(self.device)
+                for timestep, temb in zip(timesteps, embeddings, strict=True):
+                    rows = self.blank.clone()
+                    made = torch.cat(projection(temb), dim=-1)
+                    rows[: made.shape[0]] = made
+                    self.steps[id(timestep)][2].append(rows)
+                if self.device.type != "cpu":
+                    projection.to("cpu")
+
+    def select(self, proceed: Any, *args: Any, **kwargs: Any) -> Any:
+        """Put the rows of this call's timesteps in place, then go on to the transformer."""
+        timestep = kwargs["timestep"] if "timestep" in kwargs else args[3]
+        known = self.steps.get(id(timestep))
+        if known is None or known[0] is not timestep or known[1] != timestep._version:
+            self.compute([timestep])
+        for block, rows in zip(self.transformer.transformer_blocks, self.steps[id(timestep)][2], strict=True):
+            block.adaln_proj.rows = rows
+        return proceed(*args, **kwargs)
+
+    def return_weights(self) -> None:
+        """Put the projections back where they were."""
+        for projection in self.projections:
+            projection.to(self.device)
+
+    def _embed(self, timestep: torch.Tensor) -> torch.Tensor:
+        embedder = self.transformer.time_embedder
+        dtype = next(embedder.parameters()).dtype
+        return embedder(self.transformer.time_proj(timestep).to(dtype))
+
+
+class _FirstRows(Tables):
+    def select(self, proceed: Any, *args: Any, **kwargs: Any) -> Any:
+        first = next(iter(self.steps.values()), None)
+        return super().select(proceed, *args, **({**kwargs, "timestep": first[0]} if first else kwargs))
+
+
+@dataclass(frozen=True)
+class _StuckOnFirst(ModulationTable):
+    def tables(self, transformer: Any) -> Tables:
+        return _FirstRows(transformer)

@@ -1,0 +1,87 @@
+"""RMSNorm and AdaLN modulation as one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn.functional import rms_norm
+
+from h3opt.kernels import ops
+from h3opt.patterns import modulated_norm, tables_line_up
+from h3opt.promises import Exact
+from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, Rule
+from h3opt.registry import register
+from h3opt.testing import Draw, rewired, unguarded
+
+
+def fused_norm(x: Any, shape: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any) -> Any:
+    return ops.norm_modulate(x, weight, scale, shift, index, eps)
+
+
+@register
+@dataclass(frozen=True)
+class NormModulate(GraphPass):
+    """RMSNorm and modulation read and write a token once; eager goes over memory six times."""
+
+    name = "norm_modulate"
+    promise = Exact()
+
+    def rules(self) -> Sequence[Rule]:
+        return (
+            Rule(
+                modulated_norm,
+                fused_norm,
+                guard=lambda match: tables_line_up(match, "x", "weight", "scale", "shift"),
+                index_into={"index": "scale"},
+            ),
+        )
+
+    def expect(self, facts: GraphFacts) -> int | None:
+        return facts.per(transformer_block=2, transformer_head=1)
+
+    def example(self, draw: Draw) -> Example:
+        def model(x, weight, scale, shift, index):
+            normed = rms_norm(x, (x.shape[-1],), weight, 1e-5)
+            return normed * (1.0 + scale.index_select(0, index)) + shift.index_select(0, index)
+
+        return Example(model, draw.modulation())
+
+    def declines(self) -> Sequence[Decline]:
+        def scaled_twice(draw: Draw) -> Example:
+            def model(x, weight, scale, shift, index):
+                normed = rms_norm(x, (x.shape[-1],), weight, 1e-5)
+                return normed * (2.0 + scale.index_select(0, index)) + shift.index_select(0, index)
+
+            return Example(model, draw.modulation())
+
+        def norm_read_twice(draw: Draw) -> Example:
+            def model(x, weight, scale, shift, index):
+                normed = rms_norm(x, (x.shape[-1],), weight, 1e-5)
+                return normed * (1.0 + scale.index_select(0, index)) + shift.index_select(0, index), normed
+
+            return Example(model, draw.modulation())
+
+        def other_dtype(draw: Draw) -> Example:
+            x, weight, scale, shift, index = draw.modulation()
+            return Example(self.example(draw).function, (x.double(), weight.double(), scale, shift, index))
+
+        return (
+            Decline("1 + scale is 2 + scale", scaled_twice),
+            Decline("something else reads the norm", norm_read_twice),
+            Decline("the tables have another dtype, so the sum is promoted", other_dtype),
+        )
+
+    def mutants(self) -> Sequence[Mutant]:
+        def tables_exchanged(x, shape, weight, eps, scale, shift, index):
+            return ops.norm_modulate(x, weight, shift, scale, index, eps)
+
+        def other_eps(x, shape, weight, eps, scale, shift, index):
+            return ops.norm_modulate(x, weight, scale, shift, index, 1e-3)
+
+        return (
+            Mutant("scale and shift exchanged", rewired(self, tables_exchanged)),
+            Mutant("eps ignored", rewired(self, other_eps)),
+            Mutant("any dtype taken", unguarded(self)),
+        )

@@ -1,0 +1,138 @@
+"""The activation quantize moves into the kernel that produces the activation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import rms_norm
+
+from h3opt.device import Device
+from h3opt.kernels import ops
+from h3opt.patterns import halves_of_channels, modulated_norm, swiglu, tables_line_up
+from h3opt.promises import Exact
+from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, No, Rule, Yes
+from h3opt.registry import register
+from h3opt.rewrite import Match
+from h3opt.testing import Draw, rewired
+
+if TYPE_CHECKING:
+    from h3opt.components import PipelineView
+
+
+def norm_chain(x: Any, shape: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any) -> Any:
+    out = ops.quantize_rows(modulated_norm(x, shape, weight, eps, scale, shift, index))
+    return out[0], out[1]
+
+
+def norm_quantize(x: Any, shape: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any) -> Any:
+    out = ops.norm_modulate_quantize(x, weight, scale, shift, index, eps)
+    return out[0], out[1]
+
+
+def fused_norm_chain(x: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any) -> Any:
+    out = ops.quantize_rows(ops.norm_modulate(x, weight, scale, shift, index, eps))
+    return out[0], out[1]
+
+
+def fused_norm_quantize(x: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any) -> Any:
+    out = ops.norm_modulate_quantize(x, weight, scale, shift, index, eps)
+    return out[0], out[1]
+
+
+def swiglu_chain(x: Any, dim: Any, middle: Any, end: Any) -> Any:
+    out = ops.quantize_rows(swiglu(x, dim, middle, end))
+    return out[0], out[1]
+
+
+def swiglu_quantize(x: Any, dim: Any, middle: Any, end: Any) -> Any:
+    out = ops.swiglu_quantize(x)
+    return out[0], out[1]
+
+
+def fused_swiglu_chain(x: Any) -> Any:
+    out = ops.quantize_rows(ops.swiglu(x))
+    return out[0], out[1]
+
+
+def fused_swiglu_quantize(x: Any) -> Any:
+    out = ops.swiglu_quantize(x)
+    return out[0], out[1]
+
+
+def lines_up(match: Match) -> str | None:
+    return tables_line_up(match, "x", "weight", "scale", "shift")
+
+
+@register
+@dataclass(frozen=True)
+class QuantProducerFusion(GraphPass):
+    """Activations leave their producer as FP8, quantized once for all that read them; bf16 never reaches memory."""
+
+    name = "quant_producer_fusion"
+    after = ("fp8_linear", "norm_modulate", "fused_swiglu")
+    promise = Exact()
+
+    def applies(self, device: Device, view: PipelineView) -> Yes | No:
+        return Yes() if device.has_fp8 else No(f"{device.name} has no FP8; SM89 or newer does")
+
+    def rules(self) -> Sequence[Rule]:
+        into = {"index": "scale"}
+        return (
+            Rule(norm_chain, norm_quantize, lines_up, into),
+            Rule(fused_norm_chain, fused_norm_quantize, lines_up, into),
+            Rule(swiglu_chain, swiglu_quantize, halves_of_channels),
+            Rule(fused_swiglu_chain, fused_swiglu_quantize),
+        )
+
+    def expect(self, facts: GraphFacts) -> int | None:
+        """Every quantize but that of the attention output, whose producer is a library call."""
+        quantizes = facts.operators.get(ops.quantize_rows, 0)
+        attentions = facts.operators.get(torch.ops.aten.scaled_dot_product_attention.default, 0)
+        return max(quantizes - attentions, 0) if facts.holds else None
+
+    def example(self, draw: Draw) -> Example:
+        def model(x, weight, scale, shift, index):
+            normed = rms_norm(x, (x.shape[-1],), weight, 1e-5)
+            modulated = normed * (1.0 + scale.index_select(0, index)) + shift.index_select(0, index)
+            return ops.quantize_rows(modulated)
+
+        return Example(model, draw.modulation())
+
+    def declines(self) -> Sequence[Decline]:
+        def read_unquantized(draw: Draw) -> Example:
+            def model(x, weight, scale, shift, index):
+                normed = rms_norm(x, (x.shape[-1],), weight, 1e-5)
+                modulated = normed * (1.0 + scale.index_select(0, index)) + shift.index_select(0, index)
+                return (*ops.quantize_rows(modulated), modulated)
+
+            return Example(model, draw.modulation())
+
+        def cast_between(draw: Draw) -> Example:
+            def model(x, weight, scale, shift, index):
+                normed = rms_norm(x, (x.shape[-1],), weight, 1e-5)
+                modulated = normed * (1.0 + scale.index_select(0, index)) + shift.index_select(0, index)
+                return ops.quantize_rows(modulated.to(torch.float16).to(torch.float32))
+
+            return Example(model, draw.modulation())
+
+        return (
+            Decline("something else reads the activation unquantized", read_unquantized),
+            Decline("a rounding stands between producer and quantize", cast_between),
+        )
+
+    def mutants(self) -> Sequence[Mutant]:
+        def scale_of_input(x, shape, weight, eps, scale, shift, index):
+            out = ops.norm_modulate_quantize(x, weight, scale, shift, index, eps)
+            return out[0], ops.quantize_rows(x)[1]
+
+        def norm_skipped(x, shape, weight, eps, scale, shift, index):
+            out = ops.quantize_rows(x)
+            return out[0], out[1]
+
+        return (
+            Mutant("the scale is that of the input", rewired(self, scale_of_input)),
+            Mutant("the norm is left out", rewired(self, norm_skipped)),
+        )
