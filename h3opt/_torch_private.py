@@ -6,7 +6,7 @@
 | ``torch._dynamo.exc.BackendCompilerFailed`` | a backend's own error is raised as itself | 2.11.0, 2.14.1 |
 | ``torch._inductor.compile_fx.compile_fx`` | the ``inductor`` executor | 2.11.0, 2.14.1 |
 | ``torch._subclasses.FakeTensorMode`` | shapes of traced and rewritten nodes | 2.11.0, 2.14.1 |
-| ``nn.Module._compiled_call_impl`` | what ``module.compile()`` sets: a call goes there, the module stays itself | 2.11.0, 2.14.1 |
+| ``nn.Module._compiled_call_impl`` | the slot ``module.compile()`` sets; calls go there | 2.11.0, 2.14.1 |
 | ``nn.Module._call_impl`` | the call with its hooks, as ``module.compile()`` captures it | 2.11.0, 2.14.1 |
 | ``SymInt.node.hint`` | real sizes for the probe | 2.11.0, 2.14.1 |
 | ``torch.fx.experimental.proxy_tensor.make_fx`` | tracing to the semantic graph | 2.11.0, 2.14.1 |

@@ -174,4 +174,3 @@ def _own_code_object(region: Region, planner: Planner) -> Callable[..., Any]:
     name = f"h3opt_{region.name.replace('.', '_')}"
     own = types.FunctionType(call.__code__.replace(co_name=name), call.__globals__, name)
     return torch.compile(own, backend=backend, fullgraph=True)
-

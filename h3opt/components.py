@@ -156,7 +156,9 @@ class PipelineView:
                 action(state)
                 return components, state
 
-            block.__class__ = type(original.__name__, (original,), {"__call__": call, "__module__": original.__module__})
+            block.__class__ = type(
+                original.__name__, (original,), {"__call__": call, "__module__": original.__module__}
+            )
             undo.callback(setattr, block, "__class__", original)
         return len(blocks)
 

@@ -60,9 +60,7 @@ def write_mp4(
             # left.
             end = round((index + 1) * sampling_rate / fps) if index + 1 < len(pixels) else samples.shape[-1]
             if end > written and written < samples.shape[-1]:
-                block = av.AudioFrame.from_ndarray(
-                    samples[:, written:end].numpy(), format="fltp", layout="stereo"
-                )
+                block = av.AudioFrame.from_ndarray(samples[:, written:end].numpy(), format="fltp", layout="stereo")
                 block.sample_rate, block.pts, block.time_base = (
                     sampling_rate,
                     written,
@@ -96,9 +94,7 @@ def write_frame_strip(
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError as error:
-        raise MissingDependencyError(
-            f"writing a frame strip needs Pillow ({error}); pip install pillow"
-        ) from error
+        raise MissingDependencyError(f"writing a frame strip needs Pillow ({error}); pip install pillow") from error
     if not videos or frames < 1:
         raise PipelineError(f"a frame strip needs a video and a frame, got {len(videos)} and {frames}")
 
@@ -137,9 +133,7 @@ def _whole_file(path: str | os.PathLike[str], encoding_error: type[Exception] = 
         yield partial
         os.replace(partial, path)
     except OSError as error:
-        raise PipelineError(
-            f"cannot write {path} ({error}); name a file in a folder you can write to"
-        ) from error
+        raise PipelineError(f"cannot write {path} ({error}); name a file in a folder you can write to") from error
     except encoding_error as error:
         raise PipelineError(f"cannot encode {path} ({error}); check the size and the rates") from error
     finally:
@@ -169,7 +163,6 @@ def _stereo(audio: torch.Tensor) -> torch.Tensor:
     one = audio[0] if audio.ndim == 3 and audio.shape[0] == 1 else audio
     if one.ndim != 2 or one.shape[0] != 2 or one.shape[1] == 0 or not one.is_floating_point():
         raise PipelineError(
-            "audio must be floating point [1, 2, samples] or [2, samples], "
-            f"got {audio.dtype} {list(audio.shape)}"
+            f"audio must be floating point [1, 2, samples] or [2, samples], got {audio.dtype} {list(audio.shape)}"
         )
     return one.detach().to("cpu", torch.float32).nan_to_num(0.0).clamp(-1, 1).contiguous()

@@ -80,21 +80,16 @@ def detect_profile(device: torch.device | str | None = None) -> tuple[Profile, s
     try:
         device = torch.device(device)
     except RuntimeError as error:
-        raise DeviceError(
-            f"{device!r} is not a device torch knows. Write 'cpu', 'cuda' or 'cuda:0'."
-        ) from error
+        raise DeviceError(f"{device!r} is not a device torch knows. Write 'cpu', 'cuda' or 'cuda:0'.") from error
     if device.type == "cpu":
         return _load_shipped("cpu"), None
     if device.type != "cuda":
         raise DeviceError(
-            f"There are no profiles for {device.type!r} devices. "
-            "Use 'cpu' or 'cuda', or name a profile yourself."
+            f"There are no profiles for {device.type!r} devices. Use 'cpu' or 'cuda', or name a profile yourself."
         )
     # ROCm calls its devices "cuda" too, and its gfx numbers would pass for NVIDIA capabilities.
     if torch.version.hip is not None:
-        raise DeviceError(
-            "There are no profiles for AMD GPUs. Name a profile yourself, or use a CUDA build of torch."
-        )
+        raise DeviceError("There are no profiles for AMD GPUs. Name a profile yourself, or use a CUDA build of torch.")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= count:
         raise DeviceError(
@@ -104,9 +99,7 @@ def detect_profile(device: torch.device | str | None = None) -> tuple[Profile, s
     return match_profile(list_profiles(), name, capability)
 
 
-def match_profile(
-    profiles: Iterable[Profile], name: str, capability: tuple[int, int]
-) -> tuple[Profile, str | None]:
+def match_profile(profiles: Iterable[Profile], name: str, capability: tuple[int, int]) -> tuple[Profile, str | None]:
     """The CUDA profile that fits a GPU best, and a notice when it is not an exact fit (else None).
 
     `name`: as `torch.cuda.get_device_name` gives it. `capability`: (major, minor).
@@ -124,9 +117,7 @@ def match_profile(
         raise ProfileError("None of the profiles is for CUDA. Add one with 'device: {type: cuda, ...}'.")
     version = f"{capability[0]}.{capability[1]}"
 
-    lengths = [
-        (max((len(m) for m in p.device.match if _has_words(name, m)), default=0), p) for p in candidates
-    ]
+    lengths = [(max((len(m) for m in p.device.match if _has_words(name, m)), default=0), p) for p in candidates]
     length, named = max(lengths, key=lambda pair: pair[0])
     if length:
         if named.device.sm == capability:
@@ -298,9 +289,7 @@ class DeviceMatch(_Model):
     type: Literal["cuda", "cpu"] = Field(examples=["type: cuda"])
     match: tuple[Text, ...] = Field(default=(), strict=False, examples=["match: [H200]"])
     """Words of the name the driver gives the GPU, one entry per product."""
-    capability: str | None = Field(
-        default=None, pattern=r"^[0-9]{1,2}\.[0-9]$", examples=['capability: "9.0"']
-    )
+    capability: str | None = Field(default=None, pattern=r"^[0-9]{1,2}\.[0-9]$", examples=['capability: "9.0"'])
     """CUDA compute capability, "major.minor"; quoted, as a bare 12.0 is a number."""
 
     @pydantic.model_validator(mode="after")
@@ -561,16 +550,12 @@ def _read_file(path: Path) -> bytes:
             return file.read(_MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL or a lone surrogate in the path
         reason = (error.strerror if isinstance(error, OSError) else None) or "the path is malformed"
-        raise ProfileError(
-            f"{shown}: cannot be read ({reason}). Check the path and its permissions."
-        ) from error
+        raise ProfileError(f"{shown}: cannot be read ({reason}). Check the path and its permissions.") from error
 
 
 def _decode(data: bytes, path: str) -> str:
     if len(data) > _MAX_BYTES:
-        raise ProfileError(
-            f"{path}: is larger than {_MAX_BYTES // 1024} KiB, so it is no profile. Check the path."
-        )
+        raise ProfileError(f"{path}: is larger than {_MAX_BYTES // 1024} KiB, so it is no profile. Check the path.")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -642,9 +627,7 @@ class _Loader(yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise _Refused(event.start_mark, path, "aliases (*name) are not read. Write the value out.")
         if getattr(event, "tag", None) is not None:
-            raise _Refused(
-                event.start_mark, path, f"tags ({_clip(str(event.tag))}) are not read. Remove the tag."
-            )
+            raise _Refused(event.start_mark, path, f"tags ({_clip(str(event.tag))}) are not read. Remove the tag.")
         if self.depth > self.MAX_DEPTH:
             raise _Refused(event.start_mark, path[:3], f"is nested deeper than {self.MAX_DEPTH}. Flatten it.")
         node = super().compose_node(parent, index)
@@ -672,9 +655,7 @@ def _read_tree(text: str, path: str) -> _Tree:
     """YAML text to plain data with lines. Raises `ProfileError` where it is not one YAML mapping."""
     if bad := re.search(r"[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", text):
         line = text.count("\n", 0, bad.start()) + 1
-        raise ProfileError(
-            f"{path}:{line}: the character U+{ord(bad[0]):04X} is not allowed in YAML. Remove it."
-        )
+        raise ProfileError(f"{path}:{line}: the character U+{ord(bad[0]):04X} is not allowed in YAML. Remove it.")
     loader = _Loader(text)
     try:
         root = loader.get_node() if loader.check_node() else None
@@ -692,9 +673,7 @@ def _read_tree(text: str, path: str) -> _Tree:
         raise ProfileError(f"{path}:{mark.line + 1}: YAML syntax: {what}. {fix}") from None
     except ValueError:  # PyYAML passes on what int() and chr() raise for "\U00110000" and the like
         line = loader.get_mark().line + 1
-        raise ProfileError(
-            f"{path}:{line}: YAML syntax: a number or an escape is out of range. Remove it."
-        ) from None
+        raise ProfileError(f"{path}:{line}: YAML syntax: a number or an escape is out of range. Remove it.") from None
     finally:
         loader.dispose()
 
@@ -755,9 +734,7 @@ def _scalar(node: yaml.Node, path: _Path, problems: list[_Problem]) -> Any:
             value = float(re.sub(r"\.(?=[inIN])", "", text))
             if math.isfinite(value):
                 return value
-            problems.append(
-                _Problem(line, _spell(path), f"{_clip(text)} is not finite. Write a finite number.")
-            )
+            problems.append(_Problem(line, _spell(path), f"{_clip(text)} is not finite. Write a finite number."))
             return 0.0
     if re.search(r"[\ud800-\udfff]", text):
         problems.append(_Problem(line, _spell(path), "holds half a surrogate pair. Remove the \\u escape."))

@@ -183,8 +183,7 @@ def psnr_db(reference: torch.Tensor, candidate: torch.Tensor, peak: float = 1.0)
     if reference.numel() == 0:
         raise PipelineError("the PSNR of empty tensors is not defined; pass at least one frame")
     squares = sum(
-        (part_a.double() - part_b.double()).square().sum().item()
-        for part_a, part_b in _chunks(reference, candidate)
+        (part_a.double() - part_b.double()).square().sum().item() for part_a, part_b in _chunks(reference, candidate)
     )
     mean = squares / reference.numel()
     return math.inf if mean == 0 else 10 * math.log10(peak**2 / mean)
@@ -236,9 +235,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype in _INTEGERS:
         return tensor
     if tensor.dtype not in _BITS:
-        raise PipelineError(
-            f"cannot compare bits of {tensor.dtype}; view it as an integer type of its size first"
-        )
+        raise PipelineError(f"cannot compare bits of {tensor.dtype}; view it as an integer type of its size first")
     return tensor.detach().view(_BITS[tensor.dtype])
 
 
@@ -299,8 +296,7 @@ def _lpips_network(weights: Path, device: torch.device) -> Any:
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             raise CheckpointError(
-                f"{weights}: {name} is {list(tensor.shape)}, "
-                f"LPIPS needs {list(expected[name].shape)}; {_REPAIR}"
+                f"{weights}: {name} is {list(tensor.shape)}, LPIPS needs {list(expected[name].shape)}; {_REPAIR}"
             )
     network.load_state_dict(state, strict=False)
     return network.eval().requires_grad_(False).to(device)

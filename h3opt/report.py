@@ -102,10 +102,16 @@ class Report:
     def __str__(self) -> str:
         rows = [("pass", "kind", "sites", "promise", "state")]
         rows += [
-            (entry.name, entry.kind, entry.counts, str(entry.promise), entry.declined or f"{entry.state}; {entry.proof}")
+            (
+                entry.name,
+                entry.kind,
+                entry.counts,
+                str(entry.promise),
+                entry.declined or f"{entry.state}; {entry.proof}",
+            )
             for entry in self
         ]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [f"profile {self.profile} on {self.device}, executor {self.executor}, scope {self.scope}"]
-        lines += ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[4]]) for row in rows]  # noqa: B905
+        lines += ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[4]]) for row in rows]
         return "\n".join([*lines, *self.notices])

@@ -10,7 +10,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -178,7 +178,7 @@ class Traced:
     outputs: tuple[Node, ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def traced(function: Callable[..., Any]) -> Traced:
     """Trace a pattern or replacement with every parameter unknown.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 
 from h3opt.capture import CapturedGraph, Region
 from h3opt.components import PipelineView
-from h3opt.device import Device
 from h3opt.errors import H3OptError, PassOptionError, PipelineError, ProfileError, nearest
 from h3opt.executors import EXECUTORS
 from h3opt.lowering import GraphOutcome, Lowering
@@ -59,6 +58,42 @@ def optimize(
     Raises:
         H3OptError: and the pipeline is as it was.
     """
+    session, instances = prepare(
+        target,
+        passes,
+        profile,
+        executor=executor,
+        scope=scope,
+        on_shortfall=on_shortfall,
+        probe=probe,
+        tokens=tokens,
+        world_size=world_size,
+    )
+    with displaced(session.view):
+        session.install(instances)
+    return Optimized(session)
+
+
+def prepare(
+    target: Any,
+    passes: Iterable[str | Pass] | None,
+    profile: str | Profile,
+    *,
+    executor: str | None = None,
+    scope: str | None = None,
+    on_shortfall: str | None = None,
+    probe: bool | None = None,
+    tokens: int | None = None,
+    world_size: int = 1,
+) -> tuple[Session, tuple[Pass, ...]]:
+    """Resolve what :func:`optimize` was asked for, and touch nothing yet.
+
+    Returns:
+        A session, and the passes to install in it.
+
+    Raises:
+        H3OptError: anything asked for is unknown or contradictory.
+    """
     view = PipelineView.of(target)
     chosen, notice = _choose_profile(profile, view)
     settings = {
@@ -67,9 +102,8 @@ def optimize(
         "on_shortfall": on_shortfall or chosen.on_shortfall,
     }
     _check_choices(settings)
-    view = PipelineView.of(target, settings["scope"])
     session = Session(
-        view,
+        PipelineView.of(target, settings["scope"]),
         profile=chosen.name,
         executor=settings["executor"],
         on_shortfall=settings["on_shortfall"],
@@ -77,12 +111,33 @@ def optimize(
     )
     if notice:
         session.notices.append(notice)
-    instances = in_order(_choose_passes(passes, chosen, tokens, world_size))
-    _release(view)
-    session.install(instances)
-    for module in view.modules:
-        _active[module] = session
-    return Optimized(session)
+    return session, in_order(_choose_passes(passes, chosen, tokens, world_size))
+
+
+@contextmanager
+def displaced(view: PipelineView, always_back: bool = False) -> Iterator[None]:
+    """Take off what is installed on these components, and put it back if the body fails (or in any case).
+
+    Raises:
+        PipelineError: a component belongs to another optimized pipeline.
+    """
+    earlier = {session for module in view.modules if (session := _active.get(module)) is not None}
+    for session in earlier:
+        if session.view.pipe is not None and session.view.pipe is not view.pipe:
+            raise PipelineError(
+                "A component of this pipeline is part of another optimized pipeline. Call restore() on that one "
+                "first, or give each pipeline its own copy."
+            )
+    for session in earlier:
+        session.uninstall()
+    back = True
+    try:
+        yield
+        back = always_back
+    finally:
+        if back:
+            for session in earlier:
+                session.install(session.passes)
 
 
 class Optimized:
@@ -122,9 +177,7 @@ class Optimized:
 class Session:
     """The passes installed on one pipeline. :class:`Optimized` is its public face."""
 
-    def __init__(
-        self, view: PipelineView, *, profile: str, executor: str, on_shortfall: str, probe: bool
-    ) -> None:
+    def __init__(self, view: PipelineView, *, profile: str, executor: str, on_shortfall: str, probe: bool) -> None:
         self.view = view
         self.device = view.device
         self.passes: tuple[Pass, ...] = ()
@@ -151,6 +204,8 @@ class Session:
             for region in self._regions:
                 self._undo_capture.callback(region.install(self))
             self.installed = True
+            for module in self.view.modules:
+                _active[module] = self
         except BaseException:
             self.uninstall()
             raise
@@ -232,7 +287,9 @@ class Session:
         if entry.refused and not entry.matched:
             entry.state, entry.reason = "declined", entry.refused[0]
         if probed:
-            entry.proof = f"probe: bits equal at {probed} sites" if str(entry.promise) == "exact" else f"{probed} probes"
+            entry.proof = (
+                f"probe: bits equal at {probed} sites" if str(entry.promise) == "exact" else f"{probed} probes"
+            )
 
     def _install_passes(self, passes: Sequence[Pass]) -> None:
         self.passes = in_order(passes)
@@ -319,18 +376,4 @@ def _check_choices(settings: dict[str, str]) -> None:
             )
 
 
-def _release(view: PipelineView) -> None:
-    """Take back what an earlier call installed on these components; refuse to break up another pipeline's."""
-    for module in view.modules:
-        earlier = _active.get(module)
-        if earlier is None:
-            continue
-        if earlier.view.pipe is not None and earlier.view.pipe is not view.pipe:
-            raise PipelineError(
-                f"This {type(module).__name__} is part of another optimized pipeline. Call restore() on that one "
-                "first, or give each pipeline its own copy."
-            )
-        earlier.uninstall()
-
-
-__all__ = ["Device", "Optimized", "Session", "StandalonePlanner", "optimize"]
+__all__ = ["Optimized", "Session", "StandalonePlanner", "optimize"]

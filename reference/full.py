@@ -48,9 +48,7 @@ class Canvas:
 
     def __post_init__(self) -> None:
         if self.height % 32 or self.width % 32 or min(self.height, self.width) < 32:
-            raise ValueError(
-                f"height and width must be positive multiples of 32, got {self.height}x{self.width}"
-            )
+            raise ValueError(f"height and width must be positive multiples of 32, got {self.height}x{self.width}")
         if align_num_frames(self.frames, VAE_FRAMES_PER_CHUNK, VAE_LATENTS_PER_CHUNK) != self.frames:
             raise ValueError(f"frames must be of the form 17 * n + 5, got {self.frames}")
 
@@ -166,9 +164,7 @@ def full_inputs(
     patch_size = tuple(config["patch_size"])
     keyframe_anchors = ("first",) if timesteps == 3 else ()
     latent_frames, latent_height, latent_width = canvas.latents
-    media_rows = (
-        canvas.video_rows + canvas.audio_rows + len(keyframe_anchors) * canvas.video_rows // latent_frames
-    )
+    media_rows = canvas.video_rows + canvas.audio_rows + len(keyframe_anchors) * canvas.video_rows // latent_frames
     if tokens is not None:
         text_tokens = tokens - media_rows
     if text_tokens < 1:
@@ -204,9 +200,7 @@ def full_inputs(
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(rows: int, channels: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(1, rows, channels, generator=generator, device=device, dtype=torch.float32).to(
-            dtype
-        )
+        return torch.randn(1, rows, channels, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
     patch_channels = config["in_channels"] * patch_size[0] * patch_size[1] * patch_size[2]
     return {
@@ -234,9 +228,7 @@ def parse_canvas(text: str) -> Canvas:
     try:
         height, width, frames = (int(part) for part in text.split("x"))
     except ValueError:
-        raise ValueError(
-            f"a canvas is HEIGHTxWIDTHxFRAMES, such as {', '.join(CANVASES)}; got {text!r}"
-        ) from None
+        raise ValueError(f"a canvas is HEIGHTxWIDTHxFRAMES, such as {', '.join(CANVASES)}; got {text!r}") from None
     return Canvas(height, width, frames)
 
 

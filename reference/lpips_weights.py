@@ -109,9 +109,7 @@ def check(state: Mapping[str, torch.Tensor]) -> None:
                 for index, part in CONVOLUTIONS for leaf in ("weight", "bias")}  # fmt: skip
     for name, shape in expected.items():
         if state[name].shape != shape:
-            raise ValueError(
-                f"{name} is {tuple(state[name].shape)}, torchvision's AlexNet has {tuple(shape)}"
-            )
+            raise ValueError(f"{name} is {tuple(state[name].shape)}, torchvision's AlexNet has {tuple(shape)}")
     for name, tensor in state.items():
         if tensor.dtype != torch.float32 or not tensor.isfinite().all():
             raise ValueError(f"{name} is not finite float32")

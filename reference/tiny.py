@@ -157,8 +157,8 @@ def save_tiny(directory: str | os.PathLike[str], dtype: torch.dtype = torch.floa
     """Save the tiny pipeline with diffusers' own `save_pretrained`; returns the directory.
 
     It loads like the released repository, offline: `ModularPipeline.from_pretrained(directory)`, then
-    `load_components(torch_dtype=...)`. The index records `directory` as the place of every component, so the
-    folder must be saved again, not moved.
+    `load_components(dtype=...)`. A component that fails to load is None afterwards: diffusers logs the reason
+    and raises nothing.
     """
     directory = Path(directory).resolve()
     tiny_pipeline(dtype=dtype, seed=seed).save_pretrained(str(directory), overwrite_modular_index=True)

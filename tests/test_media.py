@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -36,7 +37,8 @@ def read(path: Path) -> dict[str, Any]:
     import av
 
     with av.open(str(path)) as container:
-        picture, sound = container.streams.video[0], container.streams.audio[0]
+        picture: Any = container.streams.video[0]
+        sound: Any = container.streams.audio[0]
         facts: dict[str, Any] = {
             "codecs": (picture.codec_context.name, sound.codec_context.name),
             "pix_fmt": picture.pix_fmt,
@@ -111,9 +113,7 @@ def test_mp4_pads_odd_sizes_with_the_last_row_and_column(tmp_path: Path, audio: 
 
 
 def test_mp4_writes_nan_as_black_and_silence(tmp_path: Path) -> None:
-    write_mp4(
-        tmp_path / "nan.mp4", torch.full((6, 3, 32, 32), torch.nan), torch.full((2, 8_000), torch.nan), RATE
-    )
+    write_mp4(tmp_path / "nan.mp4", torch.full((6, 3, 32, 32), torch.nan), torch.full((2, 8_000), torch.nan), RATE)
     facts = read(tmp_path / "nan.mp4")
     assert facts["frames"][0].max() < 5
     assert facts["samples"].abs().max() < 1e-3
@@ -152,9 +152,7 @@ def test_a_rate_the_encoder_refuses_leaves_the_old_file(
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 3, 32, 32), (6, 32, 32, 3), (3, 32, 32), (0, 3, 32, 32)])
-def test_what_is_not_one_video_is_refused(
-    tmp_path: Path, audio: torch.Tensor, shape: tuple[int, ...]
-) -> None:
+def test_what_is_not_one_video_is_refused(tmp_path: Path, audio: torch.Tensor, shape: tuple[int, ...]) -> None:
     with pytest.raises(PipelineError, match="a video must be"):
         write_mp4(tmp_path / "x.mp4", torch.zeros(shape), audio, RATE)
     with pytest.raises(PipelineError, match="a video must be"):
@@ -176,10 +174,9 @@ def test_a_strip_has_a_row_a_label_with_evenly_spaced_frames(tmp_path: Path, vid
         assert image.size == (4 + 4 * (96 + 4), 2 * (20 + 64 + 4))
         # The left half's grey is the position in the video: first, third, two thirds, last.
         for row in (20, 108):
-            grey = [image.getpixel((4 + column * 100 + 10, row + 30))[0] for column in range(4)]
+            grey = np.asarray(image)[row + 30, 14:414:100, 0].tolist()
             assert grey == [round(255 * index / 29) for index in (0, 10, 19, 29)]
-        label = image.crop((0, 0, image.width, 20))
-        assert len(set(label.getdata())) > 1
+        assert np.asarray(image)[:20].std() > 0, "no label"
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -89,8 +89,7 @@ def test_a_shipped_profile_says_of_each_pass_whether_it_was_measured(name: str) 
     data = yaml.safe_load(Path(profile.path).read_text("utf-8"))
     assert all("evidence" in row for row in data["passes"])
     assert all(
-        row.measured is (raw["evidence"] != "none")
-        for row, raw in zip(profile.passes, data["passes"], strict=True)
+        row.measured is (raw["evidence"] != "none") for row, raw in zip(profile.passes, data["passes"], strict=True)
     )
 
 
@@ -402,9 +401,7 @@ def test_of_several_problems_the_first_by_line_is_told_and_the_rest_counted() ->
 
 
 def test_bytes_that_are_not_utf8_are_refused_at_their_line() -> None:
-    assert (
-        error(b"name: x\ndevice: \xff\n") == "x.yaml:2: byte 0xff is not UTF-8 text. Save the file as UTF-8."
-    )
+    assert error(b"name: x\ndevice: \xff\n") == "x.yaml:2: byte 0xff is not UTF-8 text. Save the file as UTF-8."
     assert "x.yaml:1: byte 0xff" in error(GOOD.encode("utf-16"))
 
 
@@ -494,9 +491,7 @@ SPANS = [
 
 
 @pytest.mark.parametrize("written, inside, outside, canonical", SPANS)
-def test_a_range_holds_where_it_says(
-    written: str, inside: list[int], outside: list[int], canonical: int | str
-) -> None:
+def test_a_range_holds_where_it_says(written: str, inside: list[int], outside: list[int], canonical: int | str) -> None:
     when = read(with_row(f"- pass: a\n  when: {{tokens: {written}}}\n")).passes[0].when
     assert all(when.holds(n, 1) for n in inside) and not any(when.holds(n, 1) for n in outside)
     assert when.to_dict() == {"tokens": canonical}
@@ -583,9 +578,7 @@ GPUS = [
 
 
 @pytest.mark.parametrize("name, capability, expected, exact", GPUS)
-def test_a_gpu_gets_the_profile_that_fits(
-    name: str, capability: tuple[int, int], expected: str, exact: bool
-) -> None:
+def test_a_gpu_gets_the_profile_that_fits(name: str, capability: tuple[int, int], expected: str, exact: bool) -> None:
     # Without evidence, which will come with measurements and decides between profiles of one capability.
     bare = [
         p.model_copy(update={"passes": tuple(r.model_copy(update={"evidence": None}) for r in p.passes)})
@@ -598,15 +591,11 @@ def test_a_gpu_gets_the_profile_that_fits(
 
 
 def gpu(name: str, capability: str, row: str = "[]") -> Profile:
-    return read(
-        f"name: {name}\ndevice: {{type: cuda, match: [{name}], capability: '{capability}'}}\npasses: {row}\n"
-    )
+    return read(f"name: {name}\ndevice: {{type: cuda, match: [{name}], capability: '{capability}'}}\npasses: {row}\n")
 
 
 def test_of_profiles_of_one_capability_the_measured_one_is_picked() -> None:
-    evidence = (
-        "{device: d, versions: {torch: v}, date: 2026-01-31, command: c, gain: g, promise: p, result: r}"
-    )
+    evidence = "{device: d, versions: {torch: v}, date: 2026-01-31, command: c, gain: g, promise: p, result: r}"
     measured = gpu("zz", "9.0", f"[{{pass: a, evidence: {evidence}}}]")
     assert match_profile([gpu("aa", "9.0"), measured], "NVIDIA Q", (9, 0))[0] is measured
 
@@ -631,9 +620,7 @@ def test_detection_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_name", lambda d: f"NVIDIA {'B200' if d.index == 1 else 'H200'}"
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: f"NVIDIA {'B200' if d.index == 1 else 'H200'}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (10, 0) if d.index == 1 else (9, 0))
     assert detect_profile()[0].name == "h200"
     assert detect_profile("cuda:1")[0].name == "b200"
@@ -663,9 +650,9 @@ def test_a_shipped_profile_survives_the_round_trip(name: str) -> None:
 
 
 # PyYAML writes text like 1e5 bare, as YAML 1.1 takes it for text; YAML 1.2 and h3opt do not.
-words = st.text(
-    st.characters(codec="utf-8", categories=("L", "N", "P", "Z")), min_size=1, max_size=12
-).filter(lambda text: text.strip() and text.strip("0123456789eE+-.") != "")
+words = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "Z")), min_size=1, max_size=12).filter(
+    lambda text: text.strip() and text.strip("0123456789eE+-.") != ""
+)
 values = st.recursive(
     st.one_of(
         st.none(),
@@ -696,12 +683,8 @@ def documents(draw: st.DrawFn) -> dict[str, object]:
         },
     )
     return {
-        "name": draw(
-            st.from_regex(r"[a-z][a-z_]{0,9}", fullmatch=True).filter(lambda s: s not in ("true", "null"))
-        ),
-        "device": draw(
-            st.sampled_from([{"type": "cpu"}, {"type": "cuda", "match": ["A"], "capability": "9.0"}])
-        ),
+        "name": draw(st.from_regex(r"[a-z][a-z_]{0,9}", fullmatch=True).filter(lambda s: s not in ("true", "null"))),
+        "device": draw(st.sampled_from([{"type": "cpu"}, {"type": "cuda", "match": ["A"], "capability": "9.0"}])),
         "executor": draw(st.sampled_from(["direct", "inductor"])),
         "probe": draw(st.sampled_from(["on", "off"])),
         "passes": draw(st.lists(row, max_size=4, unique_by=lambda r: r["pass"])),
@@ -749,9 +732,7 @@ def test_a_damaged_profile_raises_nothing_else(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(GOOD)))
     end = data.draw(st.integers(start, min(start + 30, len(GOOD))))
     refuses_or_reads(
-        GOOD[:start]
-        + data.draw(st.text(max_size=10) | st.sampled_from(["~", "[]", "{}", "1", ": "]))
-        + GOOD[end:]
+        GOOD[:start] + data.draw(st.text(max_size=10) | st.sampled_from(["~", "[]", "{}", "1", ": "])) + GOOD[end:]
     )
 
 

@@ -110,9 +110,7 @@ def test_ulp_distance_counts_steps_of_nextafter(start: float, steps: int) -> Non
         value = torch.nextafter(value, torch.tensor(-math.inf))
     if value.isfinite():
         # Both zeros share a position, so a walk through zero has one step that is not counted.
-        crossed = origin >= 0 and (
-            value < 0 or (value == 0 and torch.signbit(value) != torch.signbit(origin))
-        )
+        crossed = origin >= 0 and (value < 0 or (value == 0 and torch.signbit(value) != torch.signbit(origin)))
         assert int(ulp_distance(origin, value)) in ({steps, steps - 1} if crossed else {steps})
 
 
@@ -229,12 +227,8 @@ def test_lpips_is_that_of_the_lpips_package(video: torch.Tensor) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        network = lpips.LPIPS(
-            net="alex", pretrained=True, pnet_rand=True, verbose=False
-        )  # the package's own heads
-    network.load_state_dict(
-        {k: v for k, v in load_file(WEIGHTS).items() if k.startswith("net.")}, strict=False
-    )
+        network = lpips.LPIPS(net="alex", pretrained=True, pnet_rand=True, verbose=False)  # the package's own heads
+    network.load_state_dict({k: v for k, v in load_file(WEIGHTS).items() if k.startswith("net.")}, strict=False)
     candidate = noisy(video, 0.1)
     with torch.no_grad():
         expected = network(2 * video[0] - 1, 2 * candidate[0] - 1)
@@ -326,9 +320,7 @@ def test_weights_with_other_keys_or_shapes_are_named(video: torch.Tensor, tmp_pa
         lpips_per_frame(video, video, weights=tmp_path / "shape.safetensors")
 
 
-def test_a_missing_lpips_package_comes_with_the_command(
-    video: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_lpips_package_comes_with_the_command(video: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     from h3opt.quality import _lpips_network
 
     _lpips_network.cache_clear()
@@ -342,7 +334,4 @@ def test_importing_quality_and_media_imports_no_optional_package() -> None:
         "import sys, h3opt.quality, h3opt.media;"
         "print(sorted({'lpips', 'torchvision', 'av', 'PIL', 'diffusers'} & set(sys.modules)))"
     )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        == "[]\n"
-    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

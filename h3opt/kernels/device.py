@@ -124,6 +124,12 @@ else:
 
 
 @triton.jit
+def negate(x):
+    """-x with the sign of zero right (triton's unary minus is 0 - x), and free: it folds into its user."""
+    return x * -1.0
+
+
+@triton.jit
 def round_to(x, dtype: tl.constexpr):
     """float32 -> dtype -> float32: one rounding point of the unfused chain."""
     return widen(narrow(x, dtype))
@@ -175,7 +181,7 @@ def add_squares(x, total):
 
 
 @triton.jit
-def fold_lanes(x, OUTER: tl.constexpr, LANES: tl.constexpr):
+def fold_lanes(x, LANES: tl.constexpr, OUTER: tl.constexpr):
     """x: [OUTER, LANES] -> [OUTER], in the order of shuffle-down by LANES/2, ..., 2, 1."""
     if LANES >= 32:
         x = tl.sum(tl.reshape(x, (OUTER, 2, 16)), 1)
@@ -185,9 +191,7 @@ def fold_lanes(x, OUTER: tl.constexpr, LANES: tl.constexpr):
         x = tl.sum(tl.reshape(x, (OUTER, 2, 4)), 1)
     if LANES >= 4:
         x = tl.sum(tl.reshape(x, (OUTER, 2, 2)), 1)
-    if LANES >= 2:
-        x = tl.sum(tl.reshape(x, (OUTER, 2)), 1)
-    return x
+    return tl.sum(x, 1)  # of two; of one where LANES == 1
 
 
 @triton.jit
@@ -196,14 +200,19 @@ def row_sum_of_squares(tiles, D: tl.constexpr):
     total = tl.zeros((THREADS,), tl.float32)
     for k in tl.static_range((D + TILE - 1) // TILE):
         total = add_squares(widen(tiles[k]), total)
-    warps = fold_lanes(tl.reshape(total, (4, 32)), 4, 32)
+    warps = fold_lanes(tl.reshape(total, (4, 32)), 32, 4)
     # Across warps: w0 + w2 and w1 + w3, then the two.
     return tl.sum(tl.sum(tl.reshape(warps, (2, 2)), 0), 0)
 
 
 @triton.jit
 def rms_reciprocal(sum_of_squares, D: tl.constexpr, eps):
-    return rsqrt(tl.div_rn(sum_of_squares, tl.zeros_like(sum_of_squares) + D) + eps)
+    """1 / sqrt(sum / D + eps), the division IEEE."""
+    if (D & (D - 1)) == 0:
+        mean = sum_of_squares * (1.0 / D)  # a power of two: the product rounds as the quotient does
+    else:
+        mean = tl.div_rn(sum_of_squares, tl.zeros_like(sum_of_squares) + D)
+    return rsqrt(mean + eps)
 
 
 @triton.jit
@@ -229,8 +238,8 @@ def divide_by_row_scale(x, inverse, scale, refine):
     An infinite scale has inverse 0: the steps are off (their factors are 0), and x * 0 is x / inf, NaN for inf.
     """
     quotient = x * inverse
-    quotient = fma(fma(-quotient, scale, x), refine, quotient)
-    return fma(fma(-quotient, scale, x), refine, quotient)
+    quotient = fma(fma(negate(quotient), scale, x), refine, quotient)
+    return fma(fma(negate(quotient), scale, x), refine, quotient)
 
 
 @triton.jit

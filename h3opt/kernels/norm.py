@@ -87,7 +87,7 @@ def norm_modulate_kernel(
     tokens, x_stride, scale_stride, shift_stride, eps, D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    entry = tl.load(index_ptr + row % tokens)
+    entry = tl.load(index_ptr + tl.program_id(0) % tokens)
     x = load_row(x_ptr + row * x_stride, D)
     out = modulate_row(x, weight_ptr, scale_ptr + entry * scale_stride, shift_ptr + entry * shift_stride, D, eps)
     store_row(out_ptr + row * D, out, D)
@@ -99,7 +99,7 @@ def norm_modulate_quantize_kernel(
     tokens, x_stride, scale_stride, shift_stride, eps, D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    entry = tl.load(index_ptr + row % tokens)
+    entry = tl.load(index_ptr + tl.program_id(0) % tokens)
     x = load_row(x_ptr + row * x_stride, D)
     out = modulate_row(x, weight_ptr, scale_ptr + entry * scale_stride, shift_ptr + entry * shift_stride, D, eps)
     quantize_row(q_ptr + row * D, q_scale_ptr + row, out, vector_columns(), D, TILE)
@@ -111,14 +111,12 @@ def residual_norm_modulate_kernel(
     tokens, residual_stride, y_stride, gate_stride, scale_stride, shift_stride, eps, D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    entry = tl.load(index_ptr + row % tokens)
+    entry = tl.load(index_ptr + tl.program_id(0) % tokens)
     hidden = add_gated_row(
         residual_ptr + row * residual_stride, y_ptr + row * y_stride, gate_ptr + entry * gate_stride,
         hidden_ptr + row * D, D,
     )  # fmt: skip
-    out = modulate_row(
-        hidden, weight_ptr, scale_ptr + entry * scale_stride, shift_ptr + entry * shift_stride, D, eps
-    )
+    out = modulate_row(hidden, weight_ptr, scale_ptr + entry * scale_stride, shift_ptr + entry * shift_stride, D, eps)
     store_row(out_ptr + row * D, out, D)
 
 
@@ -128,14 +126,12 @@ def residual_norm_modulate_quantize_kernel(
     tokens, residual_stride, y_stride, gate_stride, scale_stride, shift_stride, eps, D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    entry = tl.load(index_ptr + row % tokens)
+    entry = tl.load(index_ptr + tl.program_id(0) % tokens)
     hidden = add_gated_row(
         residual_ptr + row * residual_stride, y_ptr + row * y_stride, gate_ptr + entry * gate_stride,
         hidden_ptr + row * D, D,
     )  # fmt: skip
-    out = modulate_row(
-        hidden, weight_ptr, scale_ptr + entry * scale_stride, shift_ptr + entry * shift_stride, D, eps
-    )
+    out = modulate_row(hidden, weight_ptr, scale_ptr + entry * scale_stride, shift_ptr + entry * shift_stride, D, eps)
     quantize_row(q_ptr + row * D, q_scale_ptr + row, out, vector_columns(), D, TILE)
 
 

@@ -439,9 +439,7 @@ residual_norm_modulate_quantize = _register(
     _residual_norm_modulate_quantize_fake,
     "residual_norm_modulate_quantize_kernel",
 )
-swiglu = _register(
-    "swiglu", "(Tensor x) -> Tensor", swiglu_definition, _swiglu_cuda, _swiglu_fake, "swiglu_kernel"
-)
+swiglu = _register("swiglu", "(Tensor x) -> Tensor", swiglu_definition, _swiglu_cuda, _swiglu_fake, "swiglu_kernel")
 swiglu_quantize = _register(
     "swiglu_quantize",
     "(Tensor x) -> (Tensor, Tensor)",

@@ -17,6 +17,7 @@ from h3opt.kernels.device import (
     fold_lanes,
     narrow,
     narrow_e4m3,
+    negate,
     rms_reciprocal,
     round_to,
     widen,
@@ -24,8 +25,8 @@ from h3opt.kernels.device import (
 
 # Measured choices (see bench.py --tune). Bits do not depend on them.
 HEADS_PER_PROGRAM = 8
-NUM_WARPS = 4
-SHUFFLE = False
+NUM_WARPS = 1
+SHUFFLE = True
 
 MAX_HEAD_DIM = 128
 
@@ -36,42 +37,58 @@ def norm_rope_tile(
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
     BLOCK: tl.constexpr, LANES: tl.constexpr, SHUFFLE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK heads of the token at x_ptr: (rotated tile [BLOCK, LANES, 4] in x's dtype, heads, columns, mask)."""
-    HALF: tl.constexpr = ROTARY // 2
-    head = (first_head + tl.arange(0, BLOCK))[:, None, None]
-    lane = tl.arange(0, LANES)[None, :, None]
-    vector = tl.arange(0, VECTOR)[None, None, :]
-    column = lane * VECTOR + vector
-    inside = (head < HEADS) & (column < HEAD_DIM)
-    x = tl.load(x_ptr + head * head_stride + column, mask=inside, other=0.0)
-    dtype: tl.constexpr = x.dtype
-    total = add_squares(widen(x), tl.zeros((BLOCK, LANES), tl.float32))
-    rstd = rms_reciprocal(fold_lanes(total, BLOCK, LANES), HEAD_DIM, eps)[:, None, None]
-    weight = tl.load(weight_ptr + column, mask=column < HEAD_DIM, other=0.0)
-    normed = round_to(widen(weight) * (rstd * widen(x)), dtype)
+    """BLOCK heads of the token at x_ptr: (rotated [BLOCK * LANES, 4] in x's dtype, heads, columns, mask).
 
-    # The partner of a channel: HALF to the right in the first half, to the left in the second.
+    Memory is addressed by flat rows (head, lane) of four channels, arithmetic is on [BLOCK, LANES, 4]: so every
+    compiler version puts a head across the lanes of one warp, and nothing moves through shared memory.
+    """
+    HALF: tl.constexpr = ROTARY // 2
+    rows = tl.arange(0, BLOCK * LANES)[:, None]
+    vector = tl.arange(0, VECTOR)[None, :]
+    head = first_head + rows // LANES
+    column = (rows % LANES) * VECTOR + vector
+    inside = (head < HEADS) & (column < HEAD_DIM)
+    tile = tl.load(x_ptr + head * head_stride + column, mask=inside, other=0.0)
+    dtype: tl.constexpr = tile.dtype
+    x = widen(tl.reshape(tile, (BLOCK, LANES, VECTOR)))
+    rstd = rms_reciprocal(fold_lanes(add_squares(x, tl.zeros((BLOCK, LANES), tl.float32)), LANES, BLOCK), HEAD_DIM, eps)
+    rstd = rstd[:, None, None]
+    lane = tl.arange(0, LANES)[:, None]
+    channel = lane * VECTOR + vector
+    weight = widen(tl.load(weight_ptr + channel, mask=channel < HEAD_DIM, other=0.0))[None, :, :]
+    normed = round_to(weight * (rstd * x), dtype)
+
+    # The partner of a channel: HALF to the right in the first half, to the left in the second. By whole lanes where
+    # it can be: for a shuffle between lanes, or so that the compiler sees four neighbours and loads them at once.
+    step: tl.constexpr = ROTARY // 8
     if SHUFFLE:
-        step: tl.constexpr = ROTARY // 8
         pair_lane = tl.where(lane < step, lane + step, tl.where(lane < 2 * step, lane - step, lane))
-        partner = tl.gather(normed, tl.broadcast_to(pair_lane, (BLOCK, LANES, VECTOR)), 1)
+        partner = tl.gather(normed, tl.broadcast_to(pair_lane[None, :, :], (BLOCK, LANES, VECTOR)), 1)
     else:
         if ROTARY % 8 == 0:
-            # By whole lanes, so that the compiler sees four neighbours and loads them at once (from L1).
-            step: tl.constexpr = ROTARY // 8
+            row_lane = rows % LANES
+            row_pair = tl.where(
+                row_lane < step, row_lane + step, tl.where(row_lane < 2 * step, row_lane - step, row_lane)
+            )
+            row_pair = row_pair * VECTOR + vector
             pair_lane = tl.where(lane < step, lane + step, tl.where(lane < 2 * step, lane - step, lane))
             pair = pair_lane * VECTOR + vector
         else:
-            pair = tl.where(column < HALF, column + HALF, tl.where(column < ROTARY, column - HALF, column))
-        pair_x = tl.load(x_ptr + head * head_stride + pair, mask=inside, other=0.0)
-        pair_weight = tl.load(weight_ptr + pair, mask=column < HEAD_DIM, other=0.0)
-        partner = round_to(widen(pair_weight) * (rstd * widen(pair_x)), dtype)
-    partner = tl.where(column < HALF, -partner, partner)
+            row_pair = tl.where(column < HALF, column + HALF, tl.where(column < ROTARY, column - HALF, column))
+            pair = tl.where(channel < HALF, channel + HALF, tl.where(channel < ROTARY, channel - HALF, channel))
+        pair_tile = tl.load(x_ptr + head * head_stride + row_pair, mask=inside, other=0.0)
+        pair_x = widen(tl.reshape(pair_tile, (BLOCK, LANES, VECTOR)))
+        pair_weight = widen(tl.load(weight_ptr + pair, mask=channel < HEAD_DIM, other=0.0))[None, :, :]
+        partner = round_to(pair_weight * (rstd * pair_x), dtype)
 
-    cos = round_to(widen(tl.load(cos_ptr + column, mask=column < ROTARY, other=0.0)), dtype)
-    sin = round_to(widen(tl.load(sin_ptr + column, mask=column < ROTARY, other=0.0)), dtype)
+    turning = channel < ROTARY
+    cos = round_to(widen(tl.load(cos_ptr + channel, mask=turning, other=0.0)), dtype)[None, :, :]
+    sin = round_to(widen(tl.load(sin_ptr + channel, mask=turning, other=0.0)), dtype)
+    # rotate-half negates the first half's partners: as well their sines, once per token instead of once per head.
+    sin = tl.where(channel < HALF, negate(sin), sin)[None, :, :]
     rotated = round_to(normed * cos, dtype) + round_to(partner * sin, dtype)
-    return narrow(tl.where(column < ROTARY, rotated, normed), dtype), head, column, inside
+    out = narrow(tl.where(turning[None, :, :], rotated, normed), dtype)
+    return tl.reshape(out, (BLOCK * LANES, VECTOR)), head, column, inside
 
 
 @triton.jit
@@ -82,7 +99,7 @@ def head_norm_rope_kernel(
     BLOCK: tl.constexpr, LANES: tl.constexpr, SHUFFLE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    token = row % tokens
+    token = (tl.program_id(0) % tokens).to(tl.int64)
     out, head, column, inside = norm_rope_tile(
         x_ptr + row * token_stride, weight_ptr, cos_ptr + token * cos_stride, sin_ptr + token * sin_stride,
         tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES, SHUFFLE,
@@ -98,7 +115,7 @@ def head_norm_rope_quantize_kernel(
     BLOCK: tl.constexpr, LANES: tl.constexpr, SHUFFLE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    token = row % tokens
+    token = (tl.program_id(0) % tokens).to(tl.int64)
     out, head, column, inside = norm_rope_tile(
         x_ptr + row * token_stride, weight_ptr, cos_ptr + token * cos_stride, sin_ptr + token * sin_stride,
         tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES, SHUFFLE,

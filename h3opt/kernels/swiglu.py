@@ -18,6 +18,7 @@ from h3opt.kernels.device import (
     load_columns,
     narrow,
     narrow_e4m3,
+    negate,
     quantize_row,
     reciprocal_approx,
     round_to,
@@ -47,19 +48,21 @@ def silu(x, dtype: tl.constexpr, BRANCHLESS: tl.constexpr):
     """
     if BRANCHLESS and dtype != tl.float32:
         numerator = x * 0.25
-        denominator = fma(exp(-x), 0.25 + tl.zeros_like(x), 0.25 + tl.zeros_like(x))
+        denominator = fma(exp(negate(x)), 0.25 + tl.zeros_like(x), 0.25 + tl.zeros_like(x))
         inverse = reciprocal_approx(denominator)
         quotient = numerator * inverse
-        refined = fma(fma(-quotient, denominator, numerator), inverse, quotient)
+        refined = fma(fma(negate(quotient), denominator, numerator), inverse, quotient)
         # An infinite x or denominator makes the remainder NaN; the quotient is then right as it is.
         out = tl.where(refined == refined, refined, quotient)
     else:
-        out = tl.div_rn(x, 1.0 + exp(-x))
+        out = tl.div_rn(x, 1.0 + exp(negate(x)))
     return round_to(out, dtype)
 
 
 @triton.jit
-def swiglu_columns(row_ptr, columns, F: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, BRANCHLESS: tl.constexpr):
+def swiglu_columns(
+    row_ptr, columns, F: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, BRANCHLESS: tl.constexpr
+):
     value = load_columns(row_ptr, columns, F, START, WIDTH)
     gate = load_columns(row_ptr + F, columns, F, START, WIDTH)
     return narrow(widen(value) * silu(widen(gate), gate.dtype, BRANCHLESS), value.dtype)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+
 from h3opt.reference import (
     CANVASES,
     Canvas,
@@ -16,7 +18,6 @@ from h3opt.reference import (
     tiny_pipeline,
 )
 from h3opt.reference.tiny import TRANSFORMER_CONFIG
-from PIL import Image
 
 TINY_CONFIG = {name: value for name, value in TRANSFORMER_CONFIG.items() if name != "num_layers"}
 # What `model.config` holds beside the sizes that the tiny model changes.

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from h3opt.reference import lpips_weights
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from h3opt import reference
+from h3opt.reference import lpips_weights
 
 WEIGHTS = Path(reference.__file__).parent / "weights" / "lpips_alexnet.safetensors"
 
@@ -24,8 +24,7 @@ def arrays() -> dict:
     kernels = [random.standard_normal(shape).astype(np.float32) for shape in shapes]
     features = {f"Conv_{i}": {"kernel": k, "bias": k[0, 0, 0].copy()} for i, k in enumerate(kernels)}
     heads = {
-        f"NetLinLayer_{i}": {"Conv_0": {"kernel": k[:1, :1, :1].transpose(0, 1, 3, 2)}}
-        for i, k in enumerate(kernels)
+        f"NetLinLayer_{i}": {"Conv_0": {"kernel": k[:1, :1, :1].transpose(0, 1, 3, 2)}} for i, k in enumerate(kernels)
     }
     return {"AlexNet_0": features} | heads
 
@@ -75,9 +74,7 @@ def test_arrays_survive_the_restricted_unpickler(tmp_path: Path) -> None:
     assert np.array_equal(read["AlexNet_0"]["Conv_0"]["bias"], arrays()["AlexNet_0"]["Conv_0"]["bias"])
 
 
-@pytest.mark.parametrize(
-    "payload", [b"cos\nsystem\n(S'true'\ntR.", pickle.dumps(Path("x")), pickle.dumps(print)]
-)
+@pytest.mark.parametrize("payload", [b"cos\nsystem\n(S'true'\ntR.", pickle.dumps(Path("x")), pickle.dumps(print)])
 def test_a_pickle_with_code_is_refused(tmp_path: Path, payload: bytes) -> None:
     path = tmp_path / "hostile.ckpt"
     path.write_bytes(payload)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from diffusers import (
     MiniMaxH3Transformer3DModel,
     ModularPipeline,
 )
-from h3opt.reference import save_tiny, tiny_call, tiny_pipeline
 from transformers import Qwen3VLForConditionalGeneration
+
+from h3opt.reference import save_tiny, tiny_call, tiny_pipeline
 
 MODELS = ("transformer", "vae", "audio_vae", "text_encoder")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -73,12 +75,16 @@ def test_every_component_is_the_class_that_diffusers_and_transformers_ship(
     pipelines: dict[str, Any],
 ) -> None:
     pipeline = pipelines["float32"]
-    assert type(pipeline) is MiniMaxH3ModularPipeline
     assert type(pipeline.transformer) is MiniMaxH3Transformer3DModel
     assert type(pipeline.vae) is AutoencoderKLMiniMaxH3
     assert type(pipeline.audio_vae) is AutoencoderKLMiniMaxH3Audio
     assert type(pipeline.text_encoder) is Qwen3VLForConditionalGeneration
     assert type(pipeline.scheduler) is type(pipeline.audio_scheduler) is MiniMaxH3Scheduler
+    assert type(pipeline) is MiniMaxH3ModularPipeline
+
+
+def test_the_schedules_are_the_released_ones(pipelines: dict[str, Any]) -> None:
+    pipeline = pipelines["float32"]
     assert (pipeline.scheduler.shift, pipeline.audio_scheduler.shift) == (12.0, 3.0)
 
 
@@ -135,9 +141,7 @@ def test_the_prompt_and_the_seed_reach_the_output(
 
 def test_bfloat16_keeps_the_float32_modules(pipelines: dict[str, Any]) -> None:
     pipeline = pipelines["bfloat16"]
-    transformer = {
-        name.split(".")[0] for name, p in state(pipeline.transformer).items() if p.dtype == torch.float32
-    }
+    transformer = {name.split(".")[0] for name, p in state(pipeline.transformer).items() if p.dtype == torch.float32}
     assert transformer == {"proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_proj_out", "rope"}
     assert all(p.dtype == torch.float32 for p in state(pipeline.audio_vae).values())
     block = pipeline.vae.decoder.transformer_blocks[0]
@@ -172,6 +176,14 @@ def test_a_saved_pipeline_loads_offline_and_gives_the_same_bits(
             assert tensor.dtype == read[key].dtype, f"{name}.{key}"
             assert torch.equal(tensor, read[key]), f"{name}.{key}"
     assert_same_outputs(tiny_call(loaded), outputs[dtype])
+
+
+def test_a_saved_pipeline_can_be_moved(tmp_path: Path, pipelines: dict[str, Any]) -> None:
+    moved = save_tiny(tmp_path / "here").rename(tmp_path / "there")
+    loaded = ModularPipeline.from_pretrained(str(moved))
+    loaded.load_components("transformer", dtype=torch.float32)
+    built, read = state(pipelines["float32"].transformer), state(loaded.transformer)
+    assert all(torch.equal(tensor, read[name]) for name, tensor in built.items())
 
 
 def test_latents_can_be_passed_in_instead_of_a_seed(

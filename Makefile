@@ -1,0 +1,39 @@
+# `make demo` and `make test` set everything up on a fresh machine: nothing but Python 3.11+ and a package index is needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TYPED := build/typed/h3opt
+
+.PHONY: demo test lint types test-gpu clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/ready
+	$(BIN)/h3opt demo --out out
+
+test: lint types
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n 2 --dist loadgroup
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The top-level folders are subpackages of h3opt (see package-dir in pyproject.toml), which mypy cannot know: link them so.
+types: $(VENV)/ready
+	rm -rf $(TYPED) && mkdir -p $(TYPED)
+	ln -s $(CURDIR)/h3opt/* $(TYPED)/
+	ln -s $(CURDIR)/passes $(CURDIR)/reference $(CURDIR)/configs $(TYPED)/
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p h3opt
+
+# On a CUDA machine, with the python that has torch: make test-gpu PYTEST="python3 -m pytest"
+PYTEST ?= $(BIN)/pytest
+test-gpu:
+	$(PYTEST) -m gpu
+
+$(VENV)/ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch==2.14.1 torchvision==0.29.1
+	$(BIN)/pip install --quiet --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis

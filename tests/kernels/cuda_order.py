@@ -1,0 +1,104 @@
+"""Plain-torch references that spell out the arithmetic of ATen's CUDA kernels; they share nothing with the kernels.
+
+On the CPU, `h3opt.kernels.DEFINITIONS` runs ATen's CPU kernels, whose sums have another order: the Triton kernels under
+the interpreter are compared with these instead, and on the GPU the kernels are compared with ATen itself.
+`exp` and `1 / sqrt` are numpy's, as in triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+
+
+def fused_multiply_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """float32 x*y+z with the product exact (float64 holds it) and the sum rounded once more than a real fma's."""
+    return (x.double() * y.double() + z.double()).float()
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """ATen's vectorized layer norm, float32 [rows, D] -> [rows]: 128 threads, four columns each per step."""
+    rows, columns = x.shape
+    steps = -(-columns // 512)
+    padded = torch.zeros(rows, steps * 512)
+    padded[:, :columns] = x
+    padded = padded.view(rows, steps, 128, 4)
+    total = torch.zeros(rows, 128)
+    for step in range(steps):
+        for element in range(4):
+            value = padded[:, step, :, element]
+            total = fused_multiply_add(value, value, total)
+    warps = total.view(rows, 4, 32)
+    for offset in (16, 8, 4, 2, 1):
+        warps = warps[..., :offset] + warps[..., offset : 2 * offset]
+    w0, w1, w2, w3 = warps[..., 0].unbind(1)
+    return (w0 + w2) + (w1 + w3)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.reshape(-1, x.shape[-1]).float()
+    mean = sum_of_squares(wide) / torch.full((wide.shape[0],), float(x.shape[-1]))
+    rstd = 1.0 / torch.sqrt(mean + torch.tensor(eps, dtype=torch.float32))
+    return (weight.float() * (rstd[:, None] * wide)).to(x.dtype).view(x.shape)
+
+
+def norm_modulate(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, index: Tensor, eps: float) -> Tensor:
+    return rms_norm(x, weight, eps) * (scale[index] + 1.0) + shift[index]
+
+
+def residual_norm_modulate(residual, y, gate, weight, scale, shift, index, eps):
+    hidden = gate[index] * y + residual
+    return hidden, norm_modulate(hidden, weight, scale, shift, index, eps)
+
+
+def silu(x: Tensor) -> Tensor:
+    wide = x.float()
+    with np.errstate(over="ignore", invalid="ignore"):
+        exp = torch.from_numpy(np.exp(-wide.numpy()))
+    return (wide / (exp + 1.0)).to(x.dtype)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    columns = x.shape[-1] // 2
+    return x[..., :columns] * silu(x[..., columns:].contiguous())
+
+
+def head_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    normed = rms_norm(x.contiguous(), weight, eps)
+    rotary = cos.shape[-1]
+    half = rotary // 2
+    cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
+    out = normed.clone()
+    left, right = normed[..., :half], normed[..., half:rotary]
+    out[..., :half] = left * cos[..., :half] + -right * sin[..., :half]
+    out[..., half:rotary] = right * cos[..., half:] + left * sin[..., half:]
+    return out
+
+
+def round_e4m3(x: Tensor) -> Tensor:
+    """float32 in [-448, 448] or NaN -> e4m3, from the list of its values: nearest, ties to the even code."""
+    codes = torch.arange(127, dtype=torch.uint8)
+    values = codes.view(E4M3).double()
+    magnitude = x.double().abs().nan_to_num(0.0)
+    above = torch.searchsorted(values, magnitude).clamp(max=126)
+    below = (above - 1).clamp(min=0)
+    to_above, to_below = values[above] - magnitude, magnitude - values[below]
+    even = above % 2 == 0
+    code = torch.where((to_above < to_below) | ((to_above == to_below) & even), above, below)
+    code = torch.where(x.isnan(), torch.tensor(127), code) + 128 * torch.signbit(x)
+    return code.to(torch.uint8).view(E4M3)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    amax = torch.where(wide.isnan().any(-1), torch.nan, wide.abs().nan_to_num(0.0, posinf=torch.inf).amax(-1))
+    scale = torch.where(amax < 1e-12, torch.tensor(1e-12), amax) / torch.full_like(amax, 448.0)
+    quotient = wide / scale[..., None]
+    return round_e4m3(quotient.clamp(-448, 448)), scale[..., None]
+
+
+def quantize_heads(x: Tensor, head_scale: Tensor) -> Tensor:
+    return round_e4m3((x.float() * head_scale[:, None]).clamp(-448, 448))

@@ -1,0 +1,236 @@
+"""Triton kernels under the interpreter against `cuda_order`: run by test_interpreted.py with TRITON_INTERPRET=1.
+
+Not collected by itself: the interpreter is chosen when triton is imported, once per process.
+"""
+
+from __future__ import annotations
+
+import os
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_interpreted.py"
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from h3opt.kernels import device, norm, quantize, rope, swiglu
+from tests.kernels import cuda_order
+from tests.kernels.compare import differing
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SPECIALS = ("none", "inf", "nan", "subnormal", "zero")
+
+settings.register_profile(
+    "interpreted", max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile("interpreted")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet_numpy():
+    with np.errstate(all="ignore"):
+        yield
+
+
+def values(shape, dtype, seed, magnitude=1.0, special="none", strided=False) -> torch.Tensor:
+    """Random values of a dtype; `special` plants inf, NaN, subnormals or zeros in half of the rows."""
+    generator = torch.Generator().manual_seed(seed)
+    full = (*shape[:-1], shape[-1] + 8) if strided else shape
+    x = (torch.randn(full, generator=generator) * magnitude).to(dtype)
+    if special != "none" and x.numel():
+        where = torch.rand(full, generator=generator) < 0.02
+        where &= (torch.rand((*full[:-1], 1), generator=generator) < 0.5).expand(full)
+        sign = torch.randint(0, 2, full, generator=generator) * 2.0 - 1.0
+        tiny = torch.finfo(dtype).smallest_normal * torch.rand(full, generator=generator, dtype=torch.float64)
+        planted = {"inf": sign * torch.inf, "nan": sign * torch.nan, "zero": sign * 0.0, "subnormal": sign * tiny}
+        where |= special in ("zero", "subnormal") and torch.rand((*full[:-1], 1), generator=generator) < 0.3
+        x = torch.where(where, planted[special].to(dtype), x)
+    return x[..., 4 : 4 + shape[-1]] if strided else x
+
+
+drawn = {
+    "dtype": st.sampled_from(DTYPES),
+    "seed": st.integers(0, 2**31),
+    "magnitude": st.sampled_from((1e-3, 1.0, 30.0, 1e4)),
+    "special": st.sampled_from(SPECIALS),
+    "strided": st.booleans(),
+}
+norm_shapes = st.tuples(st.integers(1, 2), st.integers(0, 3), st.integers(1, 300).map(lambda n: 4 * n))
+
+
+def norm_inputs(shape, dtype, seed, magnitude, special, strided):
+    batch, tokens, columns = shape
+    x = values((batch, tokens, columns), dtype, seed, magnitude, special, strided)
+    y = values((batch, tokens, columns), dtype, seed + 1, magnitude, special, strided)
+    rows = 1 + seed % 3
+    weight = values((columns,), dtype, seed + 2)
+    gate, scale, shift = values((rows, 3 * columns), dtype, seed + 3).chunk(3, -1)
+    index = torch.randint(0, rows, (tokens,), generator=torch.Generator().manual_seed(seed))
+    return x, y, gate, weight, scale, shift, index
+
+
+@given(shape=norm_shapes, **drawn)
+def test_norm_modulate(shape, **kind):
+    x, _, _, *rest = norm_inputs(shape, **kind)
+    expected = cuda_order.norm_modulate(x, *rest, 1e-5)
+    assert differing(norm.norm_modulate(x, *rest, 1e-5), expected) == 0
+    assert differing(norm.norm_modulate_quantize(x, *rest, 1e-5), cuda_order.quantize_rows(expected)) == 0
+
+
+@given(shape=norm_shapes, **drawn)
+def test_norm_residual(shape, **kind):
+    args = norm_inputs(shape, **kind)
+    hidden, normed = cuda_order.residual_norm_modulate(*args, 1e-6)
+    assert differing(norm.residual_norm_modulate(*args, 1e-6), (hidden, normed)) == 0
+    quantized = norm.residual_norm_modulate_quantize(*args, 1e-6)
+    assert differing(quantized, (hidden, *cuda_order.quantize_rows(normed))) == 0
+
+
+@given(shape=st.tuples(st.integers(0, 3), st.integers(1, 3000)), **drawn)
+def test_quantize_rows(shape, **kind):
+    x = values(shape, **kind)
+    assert differing(quantize.quantize_rows(x), cuda_order.quantize_rows(x)) == 0
+
+
+def test_quantize_rounds_every_e4m3_tie_and_its_neighbours():
+    codes = torch.arange(126, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes + torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()) / 2
+    for amax in (448.0, 0.7, 3e-5, 2.9e38):
+        near = torch.cat([codes, ties]) * (amax / 448.0)
+        inf = torch.tensor(torch.inf)
+        row = torch.cat([near, near.nextafter(inf), near.nextafter(-inf), torch.tensor([amax])]).clamp(max=amax)
+        row = torch.cat([row, -row])[None]
+        assert differing(quantize.quantize_rows(row), cuda_order.quantize_rows(row)) == 0
+
+
+@given(shape=st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 1500).map(lambda n: 2 * n)), **drawn)
+def test_swiglu(shape, **kind):
+    x = values(shape, **kind)
+    expected = cuda_order.swiglu(x)
+    assert differing(swiglu.swiglu(x), expected) == 0
+    assert differing(swiglu.swiglu_quantize(x, num_warps=2), cuda_order.quantize_rows(expected)) == 0
+    assert differing(swiglu.swiglu_quantize(x, num_warps=2, held=False), cuda_order.quantize_rows(expected)) == 0
+
+
+def every_value(dtype) -> torch.Tensor:
+    """[1, 2 * 65536]: ones, and every bit pattern of a 16-bit dtype."""
+    gate = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    return torch.cat([torch.ones_like(gate), gate])[None]
+
+
+@pytest.mark.parametrize("ulps", (-1, 0, 1))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_swiglu_of_every_16_bit_gate_with_a_reciprocal_an_ulp_off(dtype, ulps, monkeypatch):
+    exact = device.reciprocal_approx
+
+    @triton.jit
+    def off(x, ulps: tl.constexpr = ulps):
+        inverse = exact(x)
+        bits = inverse.to(tl.int32, bitcast=True)
+        usual = (inverse > 0) & (inverse < float("inf"))
+        return tl.where(usual, bits + ulps, bits).to(tl.float32, bitcast=True)
+
+    monkeypatch.setattr(swiglu, "reciprocal_approx", off)
+    x = every_value(dtype)
+    assert differing(swiglu.swiglu(x, num_warps=32, lane=64), cuda_order.swiglu(x)) == 0
+
+
+rope_shapes = st.tuples(
+    st.integers(1, 2), st.integers(0, 2), st.integers(1, 9), st.integers(1, 32).map(lambda n: 4 * n)
+)
+
+
+@given(shape=rope_shapes, part=st.floats(0, 1), shuffle=st.booleans(), **drawn)
+def test_rope(shape, part, shuffle, dtype, seed, magnitude, special, strided):
+    _, tokens, heads, head_dim = shape
+    rotary = max(2, 2 * int(part * head_dim / 2))
+    fused = values((*shape[:2], heads * head_dim), dtype, seed, magnitude, special, strided)
+    x = fused.unflatten(-1, (heads, head_dim))
+    weight = values((head_dim,), dtype, seed + 1)
+    cos, sin = values((2, tokens, rotary), torch.float32, seed + 2)
+    head_scale = values((heads,), torch.float32, seed + 3, 16.0).abs()
+    expected = cuda_order.head_norm_rope(x, weight, cos, sin, 1e-5)
+    assert differing(rope.head_norm_rope(x, weight, cos, sin, 1e-5, block=4, shuffle=shuffle), expected) == 0
+    quantized = rope.head_norm_rope_quantize(x, weight, cos, sin, head_scale, 1e-5, shuffle=shuffle)
+    assert differing(quantized, cuda_order.quantize_heads(expected, head_scale)) == 0
+
+
+def test_rope_rotates_h3_heads():
+    x = values((1, 2, 7, 128), torch.bfloat16, 0)
+    weight = values((128,), torch.bfloat16, 1)
+    cos, sin = values((2, 2, 96), torch.float32, 2)
+    expected = cuda_order.head_norm_rope(x, weight, cos, sin, 1e-5)
+    for shuffle in (False, True):
+        assert differing(rope.head_norm_rope(x, weight, cos, sin, 1e-5, shuffle=shuffle), expected) == 0
+
+
+# --- planted mutants: a comparison that cannot fail proves nothing ------------------------------------------------
+
+
+def mutant_norm_args():
+    return norm_inputs((2, 3, 512), torch.float32, 5, 1.0, "none", False)
+
+
+def test_norm_mutant_with_another_order_of_summation_is_seen(monkeypatch):
+    @triton.jit
+    def in_sequence(tiles, D: tl.constexpr):
+        total = tl.zeros((128,), tl.float32)
+        for k in tl.static_range((D + 511) // 512):
+            total = total + tl.sum(tiles[k] * tiles[k], 1)
+        return tl.sum(total, 0)
+
+    monkeypatch.setattr(norm, "row_sum_of_squares", in_sequence)
+    x, _, _, *rest = mutant_norm_args()
+    assert differing(norm.norm_modulate(x, *rest, 1e-5), cuda_order.norm_modulate(x, *rest, 1e-5)) > 0
+
+
+def test_norm_mutant_that_keeps_float32_between_operations_is_seen(monkeypatch):
+    @triton.jit
+    def unrounded(x, dtype: tl.constexpr):
+        return x
+
+    monkeypatch.setattr(norm, "round_to", unrounded)
+    args = norm_inputs((2, 3, 512), torch.bfloat16, 5, 1.0, "none", False)
+    assert differing(norm.residual_norm_modulate(*args, 1e-5), cuda_order.residual_norm_modulate(*args, 1e-5)) > 0
+
+
+def test_quantize_mutant_that_multiplies_by_the_reciprocal_scale_is_seen(monkeypatch):
+    @triton.jit
+    def multiplied(x, inverse, scale, refine):
+        return x * inverse
+
+    monkeypatch.setattr(device, "divide_by_row_scale", multiplied)
+    codes = torch.arange(126, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    rows = []
+    for amax in torch.rand(40, generator=torch.Generator().manual_seed(0)).tolist():
+        ties = (codes[1:] + codes[:-1]) / 2 * torch.tensor(amax / 448.0)
+        rows.append(torch.cat([ties, ties.nextafter(torch.tensor(1.0)), torch.tensor([amax])]))
+    x = torch.stack(rows)
+    assert differing(quantize.quantize_rows(x), cuda_order.quantize_rows(x)) > 0
+
+
+def test_swiglu_mutant_without_the_rounding_of_silu_is_seen(monkeypatch):
+    @triton.jit
+    def unrounded(x, dtype: tl.constexpr):
+        return x
+
+    monkeypatch.setattr(swiglu, "round_to", unrounded)
+    x = values((3, 400), torch.bfloat16, 1)
+    assert differing(swiglu.swiglu(x), cuda_order.swiglu(x)) > 0
+
+
+def test_rope_mutant_that_forgets_the_minus_is_seen(monkeypatch):
+    monkeypatch.setattr(rope, "negate", triton.jit(_same))
+    x, weight = values((1, 2, 3, 32), torch.bfloat16, 0), values((32,), torch.bfloat16, 1)
+    cos, sin = values((2, 2, 24), torch.float32, 2)
+    expected = cuda_order.head_norm_rope(x, weight, cos, sin, 1e-5)
+    assert differing(rope.head_norm_rope(x, weight, cos, sin, 1e-5), expected) > 0
+
+
+def _same(x):
+    return x
