@@ -5,7 +5,7 @@
 | ``torch._dynamo.maybe_mark_dynamic`` | token dimensions are symbolic from the first capture | 2.11.0, 2.14.1 |
 | ``torch._dynamo.exc.BackendCompilerFailed`` | a backend's own error is raised as itself | 2.11.0, 2.14.1 |
 | ``torch._inductor.compile_fx.compile_fx`` | the ``inductor`` executor | 2.11.0, 2.14.1 |
-| ``torch._subclasses.FakeTensorMode`` | shapes of traced and rewritten nodes | 2.11.0, 2.14.1 |
+| ``torch._subclasses.FakeTensor`` | shapes of traced and rewritten nodes | 2.11.0, 2.14.1 |
 | ``nn.Module._compiled_call_impl`` | the slot ``module.compile()`` sets; calls go there | 2.11.0, 2.14.1 |
 | ``nn.Module._call_impl`` | the call with its hooks, as ``module.compile()`` captures it | 2.11.0, 2.14.1 |
 | ``SymInt.node.hint`` | real sizes for the probe | 2.11.0, 2.14.1 |
@@ -15,17 +15,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.exc import BackendCompilerFailed
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 __all__ = [
     "BackendCompilerFailed",
-    "FakeTensorMode",
+    "FakeTensor",
     "compile_with_inductor",
     "make_fx",
     "mark_dynamic",
@@ -45,7 +45,7 @@ def compile_with_inductor(graph: torch.fx.GraphModule, example_inputs: list[Any]
     """Compile ``graph`` as Inductor would; call it inside a Dynamo backend, where symbolic sizes are known."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(graph, example_inputs)
+    return cast(Callable[..., Any], compile_fx(graph, example_inputs))
 
 
 def module_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,4 +66,4 @@ def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) 
 
 def size_hint(size: int | torch.SymInt) -> int:
     """The size a symbolic dimension had when it was captured."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    return size if isinstance(size, int) else int(cast(int, size.node.hint))

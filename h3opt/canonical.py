@@ -15,14 +15,14 @@ from torch.fx import GraphModule, Node
 
 aten = torch.ops.aten
 
-_PYTHON_OPERATORS = {
+_PYTHON_OPERATORS: dict[Any, Any] = {
     operator.add: aten.add.Tensor,
     operator.mul: aten.mul.Tensor,
     operator.sub: aten.sub.Tensor,
     operator.truediv: aten.div.Tensor,
     operator.neg: aten.neg.default,
 }
-_SAME_MEANING = {aten.add.Scalar: aten.add.Tensor, aten.mul.Scalar: aten.mul.Tensor}
+_SAME_MEANING: dict[Any, Any] = {aten.add.Scalar: aten.add.Tensor, aten.mul.Scalar: aten.mul.Tensor}
 _TO_END = 2**63 - 1
 
 
@@ -31,7 +31,7 @@ def canonicalize(module: GraphModule) -> GraphModule:
     if mutating_node(module) is None:
         for node in list(module.graph.nodes):
             if node.op == "call_function":
-                _spell(node)
+                spell(node)
                 _drop_if_idle(node)
         for node in list(module.graph.nodes):
             if node.op == "call_function":
@@ -57,7 +57,20 @@ def value(node: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
-def spell_arguments(node: Node) -> None:
+def spell(node: Node) -> None:
+    """Give an operator its one name and its arguments their one form."""
+    node.target = _PYTHON_OPERATORS.get(node.target, node.target)  # type: ignore[arg-type]
+    node.target = _SAME_MEANING.get(node.target, node.target)  # type: ignore[arg-type]
+    _spell_arguments(node)
+    source = value(node.args[0]) if node.args else None
+    if node.target is aten.transpose.int and source is not None:
+        order = list(range(source.ndim))
+        first, second = (int(dim) % source.ndim for dim in node.args[1:3])  # type: ignore[arg-type, call-overload]
+        order[first], order[second] = order[second], order[first]
+        node.target, node.args = aten.permute.default, (node.args[0], order)
+
+
+def _spell_arguments(node: Node) -> None:
     """Move keyword arguments to their positions and cut trailing ones that equal the schema's defaults."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
@@ -85,18 +98,6 @@ def spell_arguments(node: Node) -> None:
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def _spell(node: Node) -> None:
-    node.target = _PYTHON_OPERATORS.get(node.target, node.target)  # type: ignore[arg-type]
-    node.target = _SAME_MEANING.get(node.target, node.target)  # type: ignore[arg-type]
-    spell_arguments(node)
-    source = value(node.args[0]) if node.args else None
-    if node.target is aten.transpose.int and source is not None:
-        order = list(range(source.ndim))
-        first, second = (int(dim) % source.ndim for dim in node.args[1:3])  # type: ignore[arg-type, call-overload]
-        order[first], order[second] = order[second], order[first]
-        node.target, node.args = aten.permute.default, (node.args[0], order)
-
-
 def _drop_if_idle(node: Node) -> None:
     source = node.args[0] if node.args else None
     before, after = value(source), value(node)
@@ -104,7 +105,7 @@ def _drop_if_idle(node: Node) -> None:
         return
     idle = False
     if node.target is aten.dropout.default:
-        idle = node.args[1] == 0.0 or node.args[2] is False
+        idle = bool(node.args[1] == 0.0 or node.args[2] is False)
     elif node.target in (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default):
         copies = any(argument is True for argument in node.args[2:])  # non_blocking and copy
         idle = before.dtype == after.dtype and before.device == after.device and not copies and not node.kwargs
@@ -123,7 +124,7 @@ def _slice_instead_of_parts(node: Node) -> None:
     if source is None:
         return
     if node.target is aten.slice.Tensor:
-        _, dim, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
+        _, dim, start, end, step = _slice_arguments(node)
         dim = int(dim) % source.ndim  # type: ignore[arg-type, call-overload]
         size = source.shape[dim]
         if isinstance(size, int) and all(bound is None or isinstance(bound, int) for bound in (start, end)):
@@ -143,6 +144,10 @@ def _slice_instead_of_parts(node: Node) -> None:
         if all(isinstance(part, int) for part in (dim, start, length)):
             dim = dim % source.ndim  # type: ignore[operator]
             node.target, node.args = aten.slice.Tensor, (node.args[0], dim, start, start + length)  # type: ignore[operator]
+
+
+def _slice_arguments(node: Node) -> tuple[Any, ...]:
+    return (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
 
 
 def _parts(node: Node, source: torch.Tensor) -> Iterator[tuple[int, int]]:

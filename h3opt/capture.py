@@ -102,13 +102,14 @@ def retrace(graph: GraphModule) -> GraphModule:
     Raises:
         PipelineError: the graph has no tensor input, so there is nothing to rewrite.
     """
-    examples = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
-    fake_mode = next((value.fake_mode for value in examples if isinstance(value, torch.Tensor)), None)
+    examples: list[Any] = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+    fake_mode = next((value.fake_mode for value in examples if isinstance(value, private.FakeTensor)), None)
     if fake_mode is None:
         raise PipelineError("The captured graph has no tensor input. Compile a module that takes tensors.")
-    with fake_mode:
+    # Node by node, so that each new node knows which of the model's modules it came from.
+    with fake_mode, torch.fx.traceback.preserve_node_meta():
         return private.make_fx(
-            lambda *args: graph(*args), pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True
+            torch.fx.Interpreter(graph).run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True
         )(*examples)
 
 
@@ -149,11 +150,11 @@ class _Entry:
             self._planner.failed(error)
             raise
         except private.BackendCompilerFailed as failure:
-            error = failure.inner_exception
-            if not isinstance(error, H3OptError):
+            ours = failure.inner_exception
+            if not isinstance(ours, H3OptError):
                 raise
-            self._planner.failed(error)
-            raise error from None
+            self._planner.failed(ours)
+            raise ours from None
 
 
 def _own_code_object(region: Region, planner: Planner) -> Callable[..., Any]:

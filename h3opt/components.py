@@ -12,7 +12,6 @@ from diffusers import (
     AutoencoderKLMiniMaxH3,
     AutoencoderKLMiniMaxH3Audio,
     MiniMaxH3Transformer3DModel,
-    ModularPipeline,
 )
 
 from h3opt.capture import Region
@@ -34,10 +33,11 @@ class PipelineView:
         scope: what one captured graph spans, ``"block"`` or ``"model"``.
     """
 
-    pipe: ModularPipeline | None = None
-    transformer: MiniMaxH3Transformer3DModel | None = None
-    vae: AutoencoderKLMiniMaxH3 | None = None
-    audio_vae: AutoencoderKLMiniMaxH3Audio | None = None
+    # Any: diffusers' top level has only stand-ins for a type checker to see
+    pipe: Any = None
+    transformer: Any = None
+    vae: Any = None
+    audio_vae: Any = None
     scope: str = "block"
 
     @classmethod

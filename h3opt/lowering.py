@@ -84,8 +84,11 @@ class Lowering:
         Raises:
             ShortfallError: unless ``on_shortfall`` is ``"warn"``.
         """
-        nearest = f" Nearest non-match: {outcome.near_misses[0]}." if outcome.near_misses else " Nothing came near."
-        message = f"Pass {name!r} matched {outcome.matched} of {outcome.expected} sites in {where}.{nearest} Turn the pass off, or set on_shortfall: warn to run without it."
+        nearest = f"Nearest non-match: {outcome.near_misses[0]}." if outcome.near_misses else "Nothing came near."
+        message = (
+            f"Pass {name!r} matched {outcome.matched} of {outcome.expected} sites in {where}. {nearest} "
+            "Turn the pass off, or set on_shortfall: warn to run without it."
+        )
         if self.on_shortfall == "error":
             raise ShortfallError(message)
         warnings.warn(message, ShortfallWarning, stacklevel=2)

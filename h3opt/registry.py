@@ -153,7 +153,7 @@ def _problem_with(cls: type) -> str | None:
         return "has no usable name. Set name = 'my_pass', a Python identifier."
     if not isinstance(getattr(cls, "promise", None), (Exact, Rounding, Perceptual)):
         return "makes no promise. Set promise = Exact(), Rounding(ulps=...) or Perceptual(lpips=...)."
-    if not dataclasses.is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    if not dataclasses.is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[union-attr]
         return "is not a frozen dataclass. Decorate it with @dataclass(frozen=True) below @register."
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))

@@ -113,5 +113,7 @@ class Report:
         ]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [f"profile {self.profile} on {self.device}, executor {self.executor}, scope {self.scope}"]
-        lines += ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[4]]) for row in rows]
+        lines += [
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
+        ]
         return "\n".join([*lines, *self.notices])

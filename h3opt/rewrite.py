@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.tools_common import legalize_graph
 
-from h3opt.canonical import _spell, mutating_node, value
+from h3opt.canonical import mutating_node, spell, value
 from h3opt.errors import PassDefinitionError, PassFailedError
 from h3opt.protocol import Rule
 
@@ -116,6 +116,7 @@ def apply_rules(
             NearMiss(describe_site(writer), 0, 0, f"the graph writes to a tensor there ({writer.target})")
         )
         return outcome
+    missed: list[tuple[Node, NearMiss]] = []
     for rule in rules:
         for anchor in list(module.graph.nodes):
             if anchor.op != "call_function" or (not anchor.users):
@@ -123,7 +124,7 @@ def apply_rules(
             found, miss = match_at(rule, anchor)
             if found is None:
                 if miss is not None and miss.matched > 1:
-                    outcome.near_misses.append(miss)
+                    missed.append((anchor, miss))
                 continue
             reason = accept(found) if accept is not None else None
             if reason is not None:
@@ -132,7 +133,9 @@ def apply_rules(
             outcome.matched += 1
             outcome.sites.append(found.site)
             _replace(module, found)
-    outcome.near_misses.sort(key=lambda miss: -miss.matched)
+    left = set(module.graph.nodes)  # what another rule rewrote was no miss
+    misses = sorted((miss for node, miss in missed if node in left), key=lambda miss: -miss.matched)
+    outcome.near_misses += [miss for miss in misses if 2 * miss.matched >= miss.of] or misses[:1]
     if outcome.matched:
         legalize_graph(module)
         module.graph.eliminate_dead_code()
@@ -195,11 +198,11 @@ def traced(function: Callable[..., Any]) -> Traced:
     for node in graph.nodes:
         if node.op == "call_function":
             _resolve_overload(node, name)
-            _spell(node)
+            spell(node)
         elif node.op not in ("placeholder", "output"):
             raise PassDefinitionError(
-                f"{name} uses {node.target!r} as a {node.op.replace('_', ' ')}. Write torch.ops.aten.{node.target}(...) "
-                "instead: graphs hold operators, and a pattern is compared with them."
+                f"{name} uses {node.target!r} as a {node.op.replace('_', ' ')}. Write "
+                f"torch.ops.aten.{node.target}(...): graphs hold operators, and a pattern is compared with them."
             )
     returned = next(node for node in graph.nodes if node.op == "output").args[0]
     outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
@@ -375,15 +378,15 @@ def _resolve_overload(node: Node, name: str) -> None:
     packet = node.target
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return
+    given = len(node.args) + len(node.kwargs)
     fitting = []
     for overload in packet.overloads():
         candidate = getattr(packet, overload)
-        parameters = [argument for argument in candidate._schema.arguments if not argument.is_out]
-        required = [argument for argument in parameters if not argument.has_default_value()]
-        names = {argument.name for argument in parameters}
-        if len(required) <= len(node.args) + len(node.kwargs) and len(node.args) <= len(parameters):
-            if set(node.kwargs) <= names and not any(argument.is_out for argument in candidate._schema.arguments):
-                fitting.append(candidate)
+        arguments = candidate._schema.arguments
+        required = sum(not argument.has_default_value() for argument in arguments)
+        known = set(node.kwargs) <= {argument.name for argument in arguments}
+        if known and required <= given <= len(arguments) and not any(argument.is_out for argument in arguments):
+            fitting.append(candidate)
     if "default" in packet.overloads() and packet.default in fitting:
         fitting = [packet.default]
     if len(fitting) != 1:

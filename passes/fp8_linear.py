@@ -29,6 +29,9 @@ class FP8Linear(torch.nn.Module):
     operator of its own, so that a graph pass can merge equal ones and move them into their producer.
     """
 
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+
     def __init__(self, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
@@ -80,7 +83,7 @@ class FP8LinearPass(FormatPass):
             original = getattr(parent, name)
             device = original.weight.device
             setattr(parent, name, self.convert(original))
-            undo.callback(lambda p=parent, n=name, o=original, d=device: setattr(p, n, o.to(d)))
+            undo.callback(_put_back, parent, name, original, device)
             if device.type != "cpu":
                 original.to("cpu")
             count += 1
@@ -102,6 +105,10 @@ class FP8LinearPass(FormatPass):
                 parent = block.get_submodule(path)
                 if type(parent.get_submodule(name)) is torch.nn.Linear:
                     yield parent, name
+
+
+def _put_back(parent: Any, name: str, original: torch.nn.Linear, device: torch.device) -> None:
+    setattr(parent, name, original.to(device))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ class TableRows(torch.nn.Module):
     serves them all; the rows past the current ones are never indexed.
     """
 
+    rows: torch.Tensor
+
     def __init__(self, rows: torch.Tensor) -> None:
         super().__init__()
         self.register_buffer("rows", rows, persistent=False)
@@ -96,7 +98,7 @@ class Tables:
         self.compute([timestep for timestep, _ in state.get("row_timestep_plan")])
 
     def compute(self, timesteps: Sequence[torch.Tensor]) -> None:
-        """Fill the tables of ``timesteps``, each ``[distinct timesteps]`` float32; weights visit the GPU block by block."""
+        """Fill the tables of ``timesteps``, each ``[distinct timesteps]``; weights visit the GPU block by block."""
         with torch.no_grad():
             embeddings = [self._embed(timestep) for timestep in timesteps]
             for timestep in timesteps:

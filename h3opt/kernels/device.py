@@ -230,6 +230,13 @@ def row_scale_division(scale):
 
 
 @triton.jit
+def refine_quotient(quotient, numerator, denominator, inverse):
+    """One step towards numerator / denominator. The excess is taken, not the remainder: it keeps the sign of -0."""
+    excess = fma(quotient, denominator, negate(numerator))
+    return fma(negate(excess), inverse, quotient)
+
+
+@triton.jit
 def divide_by_row_scale(x, inverse, scale, refine):
     """x / scale, correctly rounded where the quotient is not subnormal, without the branch of a hardware division.
 
@@ -237,9 +244,8 @@ def divide_by_row_scale(x, inverse, scale, refine):
     for the remainder and one for the correction give the rounded quotient; the first step brings it within that.
     An infinite scale has inverse 0: the steps are off (their factors are 0), and x * 0 is x / inf, NaN for inf.
     """
-    quotient = x * inverse
-    quotient = fma(fma(negate(quotient), scale, x), refine, quotient)
-    return fma(fma(negate(quotient), scale, x), refine, quotient)
+    quotient = refine_quotient(x * inverse, x, scale, refine)
+    return refine_quotient(quotient, x, scale, refine)
 
 
 @triton.jit

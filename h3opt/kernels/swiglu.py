@@ -21,6 +21,7 @@ from h3opt.kernels.device import (
     negate,
     quantize_row,
     reciprocal_approx,
+    refine_quotient,
     round_to,
     row_scale_division,
     store_columns,
@@ -51,7 +52,7 @@ def silu(x, dtype: tl.constexpr, BRANCHLESS: tl.constexpr):
         denominator = fma(exp(negate(x)), 0.25 + tl.zeros_like(x), 0.25 + tl.zeros_like(x))
         inverse = reciprocal_approx(denominator)
         quotient = numerator * inverse
-        refined = fma(fma(negate(quotient), denominator, numerator), inverse, quotient)
+        refined = refine_quotient(quotient, numerator, denominator, inverse)
         # An infinite x or denominator makes the remainder NaN; the quotient is then right as it is.
         out = tl.where(refined == refined, refined, quotient)
     else:
