@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from h3opt.capture import CapturedGraph, Region
 from h3opt.components import PipelineView
@@ -189,6 +191,7 @@ class Session:
         self._declined: dict[str, str] = {}
         self._installed_sites: dict[str, tuple[int, int]] = {}
         self._outcomes: dict[tuple[int, Any], dict[str, GraphOutcome]] = {}
+        self._graphs: dict[tuple[int, Any], GraphModule] = {}
         self._undo_modules = ExitStack()
         self._undo_capture = ExitStack()
 
@@ -241,7 +244,18 @@ class Session:
         graph_passes = [one for one in self._applicable() if isinstance(one, GraphPass)]
         graph, outcomes = self._lowering.run(captured.graph, graph_passes, facts)
         self._outcomes[id(captured), self.plan_key] = outcomes
+        self._graphs[id(captured), self.plan_key] = graph
         return EXECUTORS[self._executor](graph, captured.example_inputs)
+
+    def operators_per_forward(self) -> dict[str, int]:
+        """How often one forward of all captured modules runs each h3opt operator, by the graphs last captured."""
+        counts: Counter[str] = Counter()
+        for region in self._regions:
+            graphs = [graph for one in region.captured if (graph := self._graphs.get((id(one), self.plan_key)))]
+            for node in graphs[-1].graph.nodes if graphs else ():
+                if getattr(node.target, "namespace", None) == "h3opt":
+                    counts[node.target._opname.rpartition("_v")[0]] += len(region.modules)
+        return dict(counts)
 
     def failed(self, error: H3OptError) -> None:
         """A capture failed for a reason of ours: take everything back, so that the pipeline still runs."""

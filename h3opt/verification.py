@@ -194,7 +194,7 @@ class Verdict:
                 "optimized_seconds": round(self.optimized_seconds, 3),
                 "report": self.report.to_dict(),
                 "settings": [one.to_dict() for one in self.settings],
-                "versions": _versions(),
+                "versions": versions(),
             }
         )
 
@@ -365,7 +365,8 @@ def _finite(found: Any) -> Any:
     return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that a figure depends on."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}

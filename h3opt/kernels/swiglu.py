@@ -44,8 +44,8 @@ def silu(x, dtype: tl.constexpr, BRANCHLESS: tl.constexpr):
 
     BRANCHLESS divides by an approximate reciprocal and one remainder step, with both sides scaled by 1/4 so that
     the reciprocal of a large finite denominator stays normal. Its float32 quotient is within an ulp of the rounded
-    one; that no bf16 or fp16 input tells the two apart is tested on the GPU for all 65536 of each. float32 input
-    takes the hardware's IEEE division.
+    one; that no bf16 or fp16 input tells the two apart is tested for all 65536 of each, on the GPU and with any
+    reciprocal within an ulp that is exact for powers of two. float32 input takes the IEEE division.
     """
     if BRANCHLESS and dtype != tl.float32:
         numerator = x * 0.25

@@ -125,17 +125,21 @@ def every_value(dtype) -> torch.Tensor:
 
 
 @triton.jit
+def inexact(inverse_bits):
+    """Finite, positive and no power of two: of a power of two the hardware's reciprocal is exact."""
+    return (inverse_bits > 0) & (inverse_bits < 0x7F800000) & ((inverse_bits & 0x7FFFFF) != 0)
+
+
+@triton.jit
 def reciprocal_an_ulp_below(x):
-    inverse = exact_reciprocal(x)
-    bits = inverse.to(tl.int32, bitcast=True)
-    return tl.where((inverse > 0) & (inverse < float("inf")), bits - 1, bits).to(tl.float32, bitcast=True)
+    bits = exact_reciprocal(x).to(tl.int32, bitcast=True)
+    return tl.where(inexact(bits), bits - 1, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def reciprocal_an_ulp_above(x):
-    inverse = exact_reciprocal(x)
-    bits = inverse.to(tl.int32, bitcast=True)
-    return tl.where((inverse > 0) & (inverse < float("inf")), bits + 1, bits).to(tl.float32, bitcast=True)
+    bits = exact_reciprocal(x).to(tl.int32, bitcast=True)
+    return tl.where(inexact(bits), bits + 1, bits).to(tl.float32, bitcast=True)
 
 
 @pytest.mark.parametrize("reciprocal", (exact_reciprocal, reciprocal_an_ulp_below, reciprocal_an_ulp_above))
