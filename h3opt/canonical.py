@@ -68,6 +68,9 @@ def spell(node: Node) -> None:
         first, second = (int(dim) % source.ndim for dim in node.args[1:3])  # type: ignore[arg-type, call-overload]
         order[first], order[second] = order[second], order[first]
         node.target, node.args = aten.permute.default, (node.args[0], order)
+    joined = value(node)
+    if node.target is aten.cat.default and joined is not None:
+        node.args = (node.args[0], int(node.args[1] if len(node.args) > 1 else 0) % joined.ndim)  # type: ignore[arg-type]
 
 
 def _spell_arguments(node: Node) -> None:
@@ -109,6 +112,9 @@ def _drop_if_idle(node: Node) -> None:
     elif node.target in (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default):
         copies = any(argument is True for argument in node.args[2:])  # non_blocking and copy
         idle = before.dtype == after.dtype and before.device == after.device and not copies and not node.kwargs
+    elif node.target is aten.slice.Tensor:
+        _, dim, start, end, step = _slice_arguments(node)
+        idle = start in (0, None) and step == 1 and (end in (None, _TO_END) or end == before.shape[dim])
     elif node.target in (aten.alias.default, aten.detach.default, aten.lift_fresh.default):
         idle = True
     elif node.target in (aten.view.default, aten.reshape.default, aten.expand.default):

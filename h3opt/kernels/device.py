@@ -171,7 +171,7 @@ def load_row(row_ptr, D: tl.constexpr):
 @triton.jit
 def add_squares(x, total):
     """x: float32 [..., 4], total: float32 [...]. Adds the four squares in order, each by one fma."""
-    even, odd = tl.split(x.reshape(x.shape[:-1] + (2, 2)))
+    even, odd = tl.split(x.reshape(x.shape[:-1] + (2, 2)))  # noqa: RUF005 (not in triton)
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
     total = fma(x0, x0, total)

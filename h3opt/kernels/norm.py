@@ -135,7 +135,8 @@ def residual_norm_modulate_quantize_kernel(
     quantize_row(q_ptr + row * D, q_scale_ptr + row, out, vector_columns(), D, TILE)
 
 
-def norm_modulate(x, weight, scale_table, shift_table, index, eps):
+def norm_modulate(x, weight, scale_table, shift_table, index, eps, num_warps=None):
+    """Launch `norm_modulate_kernel`: x [..., tokens, D], D % 4 == 0; tables [rows, D] may be strided by row."""
     rows, D = as_rows(x), x.shape[-1]
     scale, shift = as_rows(scale_table), as_rows(shift_table)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -143,12 +144,13 @@ def norm_modulate(x, weight, scale_table, shift_table, index, eps):
         norm_modulate_kernel[(rows.shape[0],)](
             rows, weight.contiguous(), scale, shift, index.contiguous(), out,
             index.shape[0], rows.stride(0), scale.stride(0), shift.stride(0), eps, D=D,
-            num_warps=NUM_WARPS["norm_modulate"], **EXACT_LAUNCH,
+            num_warps=num_warps or NUM_WARPS["norm_modulate"], **EXACT_LAUNCH,
         )  # fmt: skip
     return out
 
 
-def norm_modulate_quantize(x, weight, scale_table, shift_table, index, eps):
+def norm_modulate_quantize(x, weight, scale_table, shift_table, index, eps, num_warps=None):
+    """Launch `norm_modulate_quantize_kernel`: arguments as `norm_modulate`."""
     rows, D = as_rows(x), x.shape[-1]
     scale, shift = as_rows(scale_table), as_rows(shift_table)
     q, q_scale = empty_quantized(x.shape, x.device)
@@ -156,12 +158,13 @@ def norm_modulate_quantize(x, weight, scale_table, shift_table, index, eps):
         norm_modulate_quantize_kernel[(rows.shape[0],)](
             rows, weight.contiguous(), scale, shift, index.contiguous(), q, q_scale,
             index.shape[0], rows.stride(0), scale.stride(0), shift.stride(0), eps, D=D,
-            num_warps=NUM_WARPS["norm_modulate_quantize"], **EXACT_LAUNCH,
+            num_warps=num_warps or NUM_WARPS["norm_modulate_quantize"], **EXACT_LAUNCH,
         )  # fmt: skip
     return q, q_scale
 
 
-def residual_norm_modulate(residual, y, gate_table, weight, scale_table, shift_table, index, eps):
+def residual_norm_modulate(residual, y, gate_table, weight, scale_table, shift_table, index, eps, num_warps=None):
+    """Launch `residual_norm_modulate_kernel`: residual and y [..., tokens, D]; the rest as `norm_modulate`."""
     residual_rows, y_rows, D = as_rows(residual), as_rows(y), y.shape[-1]
     gate, scale, shift = as_rows(gate_table), as_rows(scale_table), as_rows(shift_table)
     hidden = torch.empty(y.shape, dtype=y.dtype, device=y.device)
@@ -171,12 +174,15 @@ def residual_norm_modulate(residual, y, gate_table, weight, scale_table, shift_t
             residual_rows, y_rows, gate, weight.contiguous(), scale, shift, index.contiguous(), hidden, out,
             index.shape[0], residual_rows.stride(0), y_rows.stride(0),
             gate.stride(0), scale.stride(0), shift.stride(0), eps, D=D,
-            num_warps=NUM_WARPS["residual_norm_modulate"], **EXACT_LAUNCH,
+            num_warps=num_warps or NUM_WARPS["residual_norm_modulate"], **EXACT_LAUNCH,
         )  # fmt: skip
     return hidden, out
 
 
-def residual_norm_modulate_quantize(residual, y, gate_table, weight, scale_table, shift_table, index, eps):
+def residual_norm_modulate_quantize(
+    residual, y, gate_table, weight, scale_table, shift_table, index, eps, num_warps=None
+):
+    """Launch `residual_norm_modulate_quantize_kernel`: arguments as `residual_norm_modulate`."""
     residual_rows, y_rows, D = as_rows(residual), as_rows(y), y.shape[-1]
     gate, scale, shift = as_rows(gate_table), as_rows(scale_table), as_rows(shift_table)
     hidden = torch.empty(y.shape, dtype=y.dtype, device=y.device)
@@ -187,6 +193,6 @@ def residual_norm_modulate_quantize(residual, y, gate_table, weight, scale_table
             hidden, q, q_scale,
             index.shape[0], residual_rows.stride(0), y_rows.stride(0),
             gate.stride(0), scale.stride(0), shift.stride(0), eps, D=D,
-            num_warps=NUM_WARPS["residual_norm_modulate_quantize"], **EXACT_LAUNCH,
+            num_warps=num_warps or NUM_WARPS["residual_norm_modulate_quantize"], **EXACT_LAUNCH,
         )  # fmt: skip
     return hidden, q, q_scale

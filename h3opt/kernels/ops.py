@@ -1,13 +1,13 @@
 """The operators `torch.ops.h3opt.*_v1`: what each computes, its CUDA kernel, and its fake implementation.
 
 An op's *definition* below is the exact ATen chain of the unfused model. It is the CPU implementation, and what the
-Triton kernel on CUDA equals bit for bit (NaN payloads aside). Every intermediate rounds to the tensor's dtype where the chain
-rounds. Outputs are contiguous. Dtypes are bfloat16, float16 and float32.
+Triton kernel on CUDA equals bit for bit (NaN payloads aside). Every intermediate rounds to the tensor's dtype where
+the chain rounds. Outputs are contiguous. Dtypes are bfloat16, float16 and float32.
 
 On CUDA an input that a kernel does not serve runs the definition instead, so the result is the same and only the
-speed differs: mixed dtypes, a width that is not a multiple of 4 in a norm (ATen itself then sums in another order), a misaligned
-pointer in a norm (likewise), rows wider than a kernel holds. Shapes that do not fit together reach the definition
-too, whose ATen calls raise. Index values out of range raise on the CPU and are undefined on CUDA.
+speed differs: mixed dtypes, a width that is not a multiple of 4 in a norm (ATen itself then sums in another order),
+a misaligned pointer in a norm (likewise), rows wider than a kernel holds. Shapes that do not fit together reach the
+definition too, whose ATen calls raise. Index values out of range raise on the CPU and are undefined on CUDA.
 
 The ops are opaque to ahead-of-time caches: whoever changes what an op computes bumps the version in its name.
 They have no derivative: call them under `torch.no_grad()` or `torch.inference_mode()`.
@@ -61,8 +61,8 @@ def scaled_linear_definition(
 
     On CUDA this is `torch._scaled_mm` with row-wise scales and `use_fast_accum=True` (Hopper's tensor cores keep
     about 14 bits of the sum between promotions; the slow accumulation costs a third of the GEMM's speed): close to
-    this definition, not equal to it. It serves sizes in and out that are multiples of 16, out_dtype bfloat16 and compute
-    capability 8.9 or newer; anything else runs the definition.
+    this definition, not equal to it. It serves sizes in and out that are multiples of 16, out_dtype bfloat16 and
+    compute capability 8.9 or newer; anything else runs the definition.
     """
     out = (q.float() * q_scale) @ (weight_q.float() * weight_scale).t()
     if bias is not None:

@@ -32,14 +32,14 @@ def quantize_rows_kernel(x_ptr, q_ptr, q_scale_ptr, x_stride, D: tl.constexpr, W
     quantize_row(q_ptr + row * D, q_scale_ptr + row, tiles, columns, D, WIDTH)
 
 
-def quantize_rows(x: torch.Tensor, num_warps: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, num_warps: int | None = None, lane: int | None = None):
     """Launch `quantize_rows_kernel` on x [..., D], D <= MAX_COLUMNS."""
     rows, D = as_rows(x), x.shape[-1]
     q, q_scale = empty_quantized(x.shape, x.device)
     num_warps = num_warps or (NUM_WARPS if D <= 8192 else 2 * NUM_WARPS)
     if rows.shape[0]:
         quantize_rows_kernel[(rows.shape[0],)](
-            rows, q, q_scale, rows.stride(0), D=D, WIDTH=32 * num_warps * ELEMENTS_PER_LANE,
+            rows, q, q_scale, rows.stride(0), D=D, WIDTH=32 * num_warps * (lane or ELEMENTS_PER_LANE),
             num_warps=num_warps, **EXACT_LAUNCH,
         )  # fmt: skip
     return q, q_scale

@@ -3,6 +3,7 @@
 Not collected by itself: the interpreter is chosen when triton is imported, once per process.
 """
 
+# ruff: noqa: E402 (the check comes before the imports)
 from __future__ import annotations
 
 import os
@@ -19,14 +20,14 @@ from hypothesis import strategies as st
 
 from h3opt.kernels import device, norm, quantize, rope, swiglu
 from h3opt.kernels.device import reciprocal_approx as exact_reciprocal
+from h3opt.kernels.examples import differing
 from tests.kernels import cuda_order
-from tests.kernels.compare import differing
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SPECIALS = ("none", "inf", "nan", "subnormal", "zero")
 
 settings.register_profile(
-    "interpreted", max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    "interpreted", max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 settings.load_profile("interpreted")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -1,0 +1,231 @@
+"""Every kernel at H3's real geometry: bits against eager, then time against eager, torch.compile and the bytes' floor.
+
+    python -m h3opt.kernels.bench [--tokens N] [--only NAME ...] [--no-compile] [--tune] [--json PATH]
+
+`--tune` also times each kernel's launch choices (and checks their bits): the constants at the top of norm.py,
+quantize.py, swiglu.py and rope.py come from it. A kernel that fails is reported and the rest go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from h3opt.kernels import DEFINITIONS, kernel_names, ops
+from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs
+
+# MiniMax-H3: hidden size, heads, head_dim, feed-forward size, rows of a modulation table (3 timesteps x 3 modalities).
+HIDDEN, HEADS, HEAD_DIM, FEED_FORWARD, TABLE_ROWS = 5376, 56, 128, 14336, 9
+COLUMNS = {
+    "quantize_rows": HEADS * HEAD_DIM,
+    "swiglu": FEED_FORWARD,
+    "swiglu_quantize": FEED_FORWARD,
+    "head_norm_rope": HEAD_DIM,
+    "head_norm_rope_quantize": HEAD_DIM,
+}
+
+
+def real_inputs(name: str, tokens: int) -> tuple:
+    """bf16 arguments of an operator at real geometry."""
+    return op_inputs(name, tokens, COLUMNS.get(name, HIDDEN), TABLE_ROWS, device="cuda", heads=HEADS)
+
+
+def variants(name: str) -> dict[str, Callable]:
+    """Launch choices of a kernel: label -> callable with the operator's arguments."""
+    from h3opt.kernels import norm, quantize, rope, swiglu
+
+    def options(launch: Callable, choices: list[dict]) -> dict[str, Callable]:
+        return {
+            " ".join(f"{k}={v}" for k, v in choice.items()): lambda *args, choice=choice: launch(*args, **choice)
+            for choice in choices
+        }
+
+    if name == "quantize_rows":
+        return options(
+            quantize.quantize_rows,
+            [{"num_warps": w, "lane": e} for w, e in ((2, 8), (4, 4), (4, 8), (4, 16), (8, 4), (8, 8))],
+        )
+    if name == "swiglu":
+        grid = [(4, 8, True), (4, 16, True), (8, 8, True), (8, 16, True), (16, 8, True), (8, 8, False)]
+        return options(swiglu.swiglu, [{"num_warps": w, "lane": e, "branchless": b} for w, e, b in grid])
+    if name == "swiglu_quantize":
+        held = [(4, 8), (8, 4), (8, 8), (8, 16), (16, 4), (16, 8), (32, 4), (32, 8)]
+        choices = [{"num_warps": w, "lane": e, "held": True} for w, e in held]
+        choices += [{"num_warps": w, "lane": 8, "held": False} for w in (8, 16)]
+        choices.append({"num_warps": 8, "lane": 8, "held": True, "branchless": False})
+        return options(swiglu.swiglu_quantize, choices)
+    if name in ("head_norm_rope", "head_norm_rope_quantize"):
+        grid = [(4, 1), (8, 1), (16, 1), (8, 2), (16, 2), (16, 4), (64, 8)]
+        choices = [{"block": b, "num_warps": w, "shuffle": s} for s in (True, False) for b, w in grid]
+        return options(getattr(rope, name), choices)
+    return options(getattr(norm, name), [{"num_warps": w} for w in (1, 2, 4, 8)])
+
+
+def bytes_moved(args: tuple, out: Any) -> int:
+    """Bytes that must move: every argument read once, every result written once."""
+    outputs = out if isinstance(out, tuple) else (out,)
+    tensors = [t for t in (*args, *outputs) if isinstance(t, torch.Tensor)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def copy_rate() -> float:
+    """Bytes per second of a device copy of 1 GiB, reads and writes counted."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    seconds = time_arms({"copy": lambda: target.copy_(source)}, samples=15)["copy"] / 1e3
+    return 2 * source.numel() / seconds
+
+
+def time_arms(arms: dict[str, Callable[[], Any]], samples: int = 11) -> dict[str, float]:
+    """Median milliseconds of each arm, arms taken in turn. A spin on the device hides the launch overhead."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for sample in range(samples + 2):
+        for name, call in arms.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(400_000)
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            if sample >= 2:
+                times[name].append(start.elapsed_time(end))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def edge_mismatches(name: str) -> int:
+    """Differing elements over small odd shapes, all dtypes, NaN and inf rows."""
+    widths = (20, 64, 128) if name.startswith("head") else (36, 1028, HIDDEN)
+    total = 0
+    for columns, dtype, special in itertools.product(widths, DTYPES, SPECIALS):
+        args = op_inputs(name, 17, columns, 2, 2, dtype, "cuda", special, heads=5)
+        total += differing(getattr(ops, name)(*args), DEFINITIONS[name](*args))
+    return total
+
+
+def measure(name: str, tokens: int, rate: float, compiled: bool) -> dict[str, Any]:
+    """One row of the table."""
+    args = real_inputs(name, tokens)
+    op, definition = getattr(ops, name), DEFINITIONS[name]
+    expected = definition(*args)
+    row: dict[str, Any] = {"floor_ms": bytes_moved(args, expected) / rate * 1e3}
+    row["mismatches"] = differing(op(*args), expected)
+    row["elements"] = sum(t.numel() for t in (expected if isinstance(expected, tuple) else (expected,)))
+    del expected
+    row["edge_mismatches"] = edge_mismatches(name)
+    arms = {"fused": lambda: op(*args), "eager": lambda: definition(*args)}
+    if compiled:
+        try:
+            inductor = torch.compile(definition, dynamic=False)
+            inductor(*args)
+            arms["compile"] = lambda: inductor(*args)
+        except Exception as error:
+            print(f"{name}: torch.compile failed: {last_line(error)}", flush=True)
+    times = time_arms(arms)
+    row |= {f"{arm}_ms": ms for arm, ms in times.items()}
+    row["over_floor"] = times["fused"] / row["floor_ms"]
+    return row
+
+
+def tune(name: str, tokens: int, floor_ms: float) -> list[dict[str, Any]]:
+    """Every launch choice of a kernel, fastest first."""
+    args = real_inputs(name, tokens)
+    expected = DEFINITIONS[name](*args)
+    arms, rows = {}, []
+    for label, call in variants(name).items():
+        try:
+            rows.append({"choice": label, "mismatches": differing(call(*args), expected)})
+            arms[label] = lambda call=call: call(*args)
+        except Exception as error:
+            print(f"{name} {label}: failed: {last_line(error)}", flush=True)
+    del expected
+    times = time_arms(arms, samples=7)
+    for row in rows:
+        row["ms"] = times[row["choice"]]
+    rows.sort(key=lambda row: row["ms"])
+    for row in rows:
+        wrong = f"  MISMATCHES {row['mismatches']}" if row["mismatches"] else ""
+        over = row["ms"] / floor_ms
+        print(f"  {name:32s} {row['choice']:40s} {row['ms']:.3f} ms  {over:.2f}x floor{wrong}", flush=True)
+    return rows
+
+
+def last_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1][:200]}"
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    head = f"{'kernel':32s} {'fused':>7s} {'floor':>7s} {'x floor':>7s} {'eager':>7s} {'compile':>7s}  differing"
+    lines = [head]
+    for name, row in rows.items():
+        if "error" in row:
+            lines.append(f"{name:32s} FAILED {row['error']}")
+            continue
+        compiled = f"{row['compile_ms']:7.3f}" if "compile_ms" in row else "      -"
+        lines.append(
+            f"{name:32s} {row['fused_ms']:7.3f} {row['floor_ms']:7.3f} {row['over_floor']:7.2f} "
+            f"{row['eager_ms']:7.3f} {compiled}  "
+            f"{row['mismatches']} of {row['elements']}, edges {row['edge_mismatches']}"
+        )
+    return "\n".join(lines)
+
+
+@torch.inference_mode()
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m h3opt.kernels.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=19328, help="19328 is 544x960, 124 frames")
+    parser.add_argument("--only", nargs="+", choices=sorted(kernel_names), default=list(kernel_names), metavar="NAME")
+    parser.add_argument("--no-compile", action="store_true", help="leave out the torch.compile arm")
+    parser.add_argument("--tune", action="store_true", help="time every launch choice")
+    parser.add_argument("--json", metavar="PATH", help="write the figures here")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("h3opt.kernels.bench needs a CUDA device; torch sees none.", file=sys.stderr)
+        return 2
+
+    import triton
+
+    began = time.time()
+    rate = copy_rate()
+    device = torch.cuda.get_device_name()
+    print(f"{device}, torch {torch.__version__}, triton {triton.__version__}, copy {rate / 1e12:.2f} TB/s", flush=True)
+    rows: dict[str, dict[str, Any]] = {}
+    for name in options.only:
+        try:
+            rows[name] = measure(name, options.tokens, rate, not options.no_compile)
+        except Exception as error:
+            rows[name] = {"error": last_line(error)}
+        print(f"{time.time() - began:4.0f} s  {name}: {rows[name]}", flush=True)
+        torch.cuda.empty_cache()
+        if options.tune:
+            try:
+                rows[name]["tune"] = tune(name, options.tokens, rows[name].get("floor_ms", float("nan")))
+            except Exception as error:
+                print(f"{name}: tuning failed: {last_line(error)}", flush=True)
+            torch.cuda.empty_cache()
+    if options.json:
+        result = {
+            "device": device,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "copy_bytes_per_second": rate,
+            "tokens": options.tokens,
+            "kernels": rows,
+        }
+        with open(options.json, "w") as file:
+            json.dump(result, file, indent=1)
+    print(f"{options.tokens} tokens, ms, {time.time() - began:.0f} s in all\n{table(rows)}", flush=True)
+    wrong = [n for n, r in rows.items() if "error" in r or r["mismatches"] or r["edge_mismatches"]]
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

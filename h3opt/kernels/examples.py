@@ -1,0 +1,78 @@
+"""Random arguments for every operator, and the bit comparison: for tests, benchmarks and the probe of a machine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SPECIALS = ("none", "nan", "inf")
+
+
+def values(shape, dtype, device, seed, special="none", magnitude=1.0):
+    """Random values; `special` plants NaN or both infinities in every third row."""
+    generator = torch.Generator(device).manual_seed(seed)
+    x = (torch.randn(shape, generator=generator, device=device) * magnitude).to(dtype)
+    if special != "none" and x.numel():
+        rows = x.view(-1, x.shape[-1])
+        rows[::3, 0] = float(special)
+        rows[::3, -1] = -float(special)
+    return x
+
+
+def op_inputs(name, tokens, columns, rows=3, batch=1, dtype=torch.bfloat16, device="cpu", special="none", heads=3):
+    """Positional arguments of `h3opt.kernels.ops.<name>`.
+
+    `columns` is D, or F for SwiGLU (input 2F wide), or head_dim for the head ops (three quarters of it rotary), or the
+    inputs of a linear layer with `rows * 16` outputs.
+    """
+
+    def make(shape, seed, kind="none", dtype=dtype, magnitude=1.0):
+        return values(shape, dtype, device, seed, kind, magnitude)
+
+    x = make((batch, tokens, columns), 0, special, magnitude=2.0)
+    index = torch.randint(0, rows, (tokens,), device=device, generator=torch.Generator(device).manual_seed(1))
+    gate, scale, shift = make((rows, 3 * columns), 2).chunk(3, dim=-1)
+    weight = make((columns,), 3)
+    if name == "quantize_rows":
+        return (x,)
+    if name in ("norm_modulate", "norm_modulate_quantize"):
+        return x, weight, scale, shift, index, 1e-5
+    if name in ("residual_norm_modulate", "residual_norm_modulate_quantize"):
+        return x, make((batch, tokens, columns), 4, special), gate, weight, scale, shift, index, 1e-5
+    if name in ("swiglu", "swiglu_quantize"):
+        return (make((batch, tokens, 2 * columns), 0, special, magnitude=2.0),)
+    if name in ("head_norm_rope", "head_norm_rope_quantize"):
+        # q out of a fused q, k, v projection: strided.
+        fused = make((batch, tokens, 3 * heads * columns), 0, special, magnitude=2.0)
+        q = fused.chunk(3, dim=-1)[0].unflatten(-1, (heads, columns))
+        rotary = columns * 3 // 4 // 2 * 2
+        angle = make((tokens, rotary // 2), 5, dtype=torch.float32, magnitude=3.0)
+        angle = torch.cat([angle, angle], dim=-1)
+        head_scale = make((heads,), 6, dtype=torch.float32, magnitude=30.0).abs()
+        table = (q, weight, angle.cos(), angle.sin())
+        return (*table, 1e-5) if name == "head_norm_rope" else (*table, head_scale, 1e-5)
+    if name == "scaled_linear":
+        q, q_scale = torch.ops.h3opt.quantize_rows_v1(x)
+        weight_q, weight_scale = torch.ops.h3opt.quantize_rows_v1(make((rows * 16, columns), 7))
+        return q, q_scale, weight_q, weight_scale, make((rows * 16,), 8, dtype=torch.bfloat16), torch.bfloat16
+    raise KeyError(name)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def differing(actual, expected) -> int:
+    """How many elements differ in their bits (so -0 differs from 0; every NaN is one). Shapes and dtypes must agree."""
+    if isinstance(expected, tuple):
+        assert len(actual) == len(expected)
+        return sum(differing(a, e) for a, e in zip(actual, expected, strict=True))
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    assert actual.dtype == expected.dtype, (actual.dtype, expected.dtype)
+    return int((_bits(actual) != _bits(expected)).sum())
+
+
+def _bits(x: Tensor) -> Tensor:
+    bits = x.contiguous().view(_INTEGERS[x.element_size()])
+    nan = (bits & 0x7F) == 0x7F if x.dtype == torch.float8_e4m3fn else x.isnan()
+    return bits.masked_fill(nan, torch.iinfo(bits.dtype).max)

@@ -1,0 +1,130 @@
+"""Pipelines and generations that many tests share: building one is quick, generating and capturing are not."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+
+from h3opt.generation import GenerationSettings, Media, generate
+from h3opt.quality import bits_equal
+from h3opt.reference import tiny_pipeline
+
+settings.register_profile("h3opt", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("h3opt")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+COMPONENTS = ("transformer", "vae", "audio_vae")
+
+
+def build(dtype: str = "float32") -> Any:
+    """A tiny pipeline of one's own, without progress bars."""
+    pipe = tiny_pipeline(DTYPES[dtype])
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def assert_same_media(left: Media, right: Media) -> None:
+    for kind in ("video", "audio"):
+        comparison = bits_equal(getattr(left, kind), getattr(right, kind))
+        assert comparison, f"{kind}: {comparison}"
+
+
+def fingerprint(pipe: Any) -> dict[Any, Any]:
+    """Everything a pass may have changed: modules, their attributes, compiled calls, weights, pipeline steps."""
+    found: dict[Any, Any] = {}
+    for name in COMPONENTS:
+        component = getattr(pipe, name)
+        for path, module in component.named_modules():
+            # torch leaves the key of the slot behind, empty
+            attributes = sorted(set(vars(module)) - {"_compiled_call_impl"})
+            hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+            found[name, path] = (type(module), id(module), module._compiled_call_impl, attributes, hooks)
+        for key, tensor in component.state_dict().items():
+            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            found[name, "weight", key] = (tensor.dtype, tuple(tensor.shape), hashlib.sha256(data).hexdigest())
+    for number, step in enumerate(_steps(pipe._blocks)):
+        found["step", number] = type(step)
+    return found
+
+
+def differing(before: dict[Any, Any], after: dict[Any, Any]) -> list[Any]:
+    """The parts of two fingerprints that differ."""
+    return [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
+
+
+def _steps(block: Any) -> Iterator[Any]:
+    yield block
+    for inner in getattr(block, "sub_blocks", {}).values():
+        yield from _steps(inner)
+
+
+class SharedPipelines:
+    """One pipeline per dtype, and what it generates unmodified."""
+
+    def __init__(self) -> None:
+        self._pipes: dict[str, Any] = {}
+        self._prints: dict[str, dict[Any, Any]] = {}
+        self._media: dict[Any, Media] = {}
+
+    def pipe(self, dtype: str) -> Any:
+        if dtype not in self._pipes:
+            self._pipes[dtype] = build(dtype)
+            self._prints[dtype] = fingerprint(self._pipes[dtype])
+        return self._pipes[dtype]
+
+    def unmodified(self, dtype: str = "float32", clip: GenerationSettings | None = None) -> Media:
+        """What a pipeline nobody ever touched generates."""
+        key = (dtype, clip)
+        if key not in self._media:
+            self._media[key] = generate(build(dtype), clip or GenerationSettings())
+        return self._media[key]
+
+    def changed(self, dtype: str) -> list[Any]:
+        return differing(self._prints[dtype], fingerprint(self._pipes[dtype])) if dtype in self._pipes else []
+
+    def forget(self, dtype: str) -> None:
+        self._pipes.pop(dtype, None)
+
+
+@pytest.fixture(scope="session")
+def shared() -> SharedPipelines:
+    return SharedPipelines()
+
+
+def _lend(shared: SharedPipelines, dtype: str) -> Iterator[Any]:
+    yield shared.pipe(dtype)
+    left = shared.changed(dtype)
+    if left:
+        shared.forget(dtype)
+    assert not left, f"the test left the shared pipeline modified: {left[:5]}"
+
+
+@pytest.fixture
+def pipe(shared: SharedPipelines) -> Iterator[Any]:
+    """The shared float32 pipeline; it must be given back unmodified."""
+    yield from _lend(shared, "float32")
+
+
+@pytest.fixture
+def bf16_pipe(shared: SharedPipelines) -> Iterator[Any]:
+    """The shared bfloat16 pipeline; it must be given back unmodified."""
+    yield from _lend(shared, "bfloat16")
+
+
+@pytest.fixture
+def unmodified(shared: SharedPipelines) -> Callable[..., Media]:
+    """``unmodified(dtype, settings)``: what the unmodified pipeline generates."""
+    return shared.unmodified
+
+
+@pytest.fixture
+def silent(pipe: Any) -> Iterator[Any]:
+    """The shared float32 pipeline without sound, which is most of a tiny generation's time."""
+    pipe.audio_vae.decode = lambda latents, *args, **kwargs: (latents.new_zeros(2, 1, 8),)
+    yield pipe
+    del pipe.audio_vae.decode

@@ -1,0 +1,130 @@
+"""On a GPU: every kernel against the eager ATen chain, bit for bit, and proof that the kernel ran."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h3opt.kernels import DEFINITIONS, kernel_names, ops
+from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs, values
+
+pytestmark = pytest.mark.gpu
+
+FUSED = sorted(kernel_names)
+HEAD_OPS = ("head_norm_rope", "head_norm_rope_quantize")
+
+
+@pytest.fixture(autouse=True)
+def _needs_cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+def check(name, args):
+    assert differing(getattr(ops, name)(*args), DEFINITIONS[name](*args)) == 0
+
+
+@pytest.mark.parametrize("special", SPECIALS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FUSED)
+def test_small_odd_shapes(name, dtype, special):
+    widths = (4, 20, 64, 96, 128) if name in HEAD_OPS else (4, 36, 508, 1028, 5376)
+    for columns in widths:
+        for tokens, rows, batch in ((1, 1, 1), (17, 2, 2), (5, 3, 3)):
+            check(name, op_inputs(name, tokens, columns, rows, batch, dtype, "cuda", special, heads=5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FUSED)
+def test_magnitudes_and_subnormals(name, dtype):
+    columns = 64 if name in HEAD_OPS else 1024
+    for magnitude in (1e-40, 1e-30, 1e-6, 1e3, 1e4, 1e30):
+        first, *rest = op_inputs(name, 33, columns, dtype=dtype, device="cuda")
+        check(name, ((first.double() * magnitude).to(dtype), *rest))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_real_geometry(name):
+    columns = {"swiglu": 14336, "swiglu_quantize": 14336, "quantize_rows": 7168}.get(name, 5376)
+    columns = 128 if name in HEAD_OPS else columns
+    for tokens in (19328, 19327):
+        check(name, op_inputs(name, tokens, columns, 9, device="cuda", heads=56))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_swiglu_of_every_16_bit_gate(dtype):
+    gate = torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cuda").to(torch.int16).view(dtype)
+    for value in (1.0, -3.0, 0.0):
+        check("swiglu", (torch.cat([torch.full_like(gate, value), gate])[None],))
+
+
+def test_offsets_beyond_32_bits():
+    # [76000, 28672] is 2.18e9 elements: the last rows lie past 2**31.
+    x = torch.zeros(76000, 28672, dtype=torch.bfloat16, device="cuda")
+    x[-100:] = values((100, 28672), torch.bfloat16, "cuda", 0)
+    assert differing(ops.swiglu(x)[-100:], DEFINITIONS["swiglu"](x[-100:])) == 0
+    q, scale = ops.swiglu_quantize(x)
+    assert differing((q[-100:], scale[-100:]), DEFINITIONS["swiglu_quantize"](x[-100:])) == 0
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_inputs_that_no_kernel_serves_take_the_definition(name):
+    columns = 6 if name in HEAD_OPS else 1026
+    check(name, op_inputs(name, 9, columns, device="cuda"))
+    first, *rest = op_inputs(name, 9, 64, device="cuda")
+    check(name, (first.float(), *rest))
+    flat = torch.empty(first.numel() + 1, dtype=first.dtype, device="cuda")
+    misaligned = flat[1:].view(first.shape)
+    misaligned.copy_(first)
+    check(name, (misaligned, *rest))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_strided_inputs(name):
+    first, *rest = op_inputs(name, 9, 64, device="cuda")
+    wide = torch.cat([first, first], dim=-2)[..., : first.shape[-2], :]
+    check(name, (wide, *rest))
+    check(name, (first.transpose(0, 1).contiguous().transpose(0, 1), *rest))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_no_tokens(name):
+    check(name, op_inputs(name, 0, 64, device="cuda"))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_kernel_ran(name):
+    args = op_inputs(name, 17, 64, device="cuda")
+    getattr(ops, name)(*args)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        getattr(ops, name)(*args)
+        torch.cuda.synchronize()
+    assert [e.key for e in profile.key_averages() if e.key == kernel_names[name]] == [kernel_names[name]]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_fake_agrees_on_cuda(name):
+    args = op_inputs(name, 5, 48, batch=2, device="cuda")
+    torch.library.opcheck(getattr(ops, name), args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("tokens, columns, rows", ((1, 64, 3), (17, 5376, 16), (0, 64, 3), (5, 36, 3)))
+def test_scaled_linear_is_close_to_its_definition(tokens, columns, rows):
+    for bias in (True, False):
+        args = list(op_inputs("scaled_linear", tokens, columns, rows, batch=2, device="cuda"))
+        args[4] = args[4] if bias else None
+        actual, expected = ops.scaled_linear(*args), DEFINITIONS["scaled_linear"](*args)
+        assert actual.shape == expected.shape and actual.dtype == expected.dtype
+        # Fast accumulation keeps about 14 bits.
+        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2 * columns**0.5)
+
+
+def test_a_mutant_fails_here_too(monkeypatch):
+    args = op_inputs("norm_modulate", 64, 5376, device="cuda", dtype=torch.float32)
+    definition = torch.nn.functional.rms_norm
+
+    def pairwise(x, shape, weight, eps):
+        return definition(x.flip(-1), shape, weight.flip(-1), eps).flip(-1)
+
+    monkeypatch.setattr(torch, "rms_norm", pairwise)
+    assert differing(ops.norm_modulate(*args), DEFINITIONS["norm_modulate"](*args)) > 0

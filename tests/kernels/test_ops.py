@@ -1,0 +1,149 @@
+"""The operators on the CPU: their definitions are the model's ATen chain, their fakes agree, importing is cheap."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from h3opt.kernels import DEFINITIONS, kernel_names, ops
+from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs
+
+OPS = sorted(DEFINITIONS)
+
+
+@pytest.mark.parametrize("special", SPECIALS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPS)
+def test_the_op_on_the_cpu_is_its_definition(name, dtype, special):
+    args = op_inputs(name, tokens=5, columns=48, batch=2, dtype=dtype, special=special)
+    assert differing(getattr(ops, name)(*args), DEFINITIONS[name](*args)) == 0
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("tokens", (0, 1, 5))
+def test_the_fake_agrees_with_the_op(name, tokens):
+    args = op_inputs(name, tokens=tokens, columns=48, batch=2)
+    # opcheck cannot copy e4m3 inputs, which only scaled_linear has.
+    checks = ("test_faketensor",) if name == "scaled_linear" else ("test_schema", "test_faketensor")
+    torch.library.opcheck(getattr(ops, name), args, test_utils=checks)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_fake_takes_symbolic_shapes(name):
+    args = op_inputs(name, tokens=5, columns=48, batch=2)
+    torch.library.opcheck(getattr(ops, name), args, test_utils=("test_aot_dispatch_dynamic",))
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+
+    def call(*tensors):
+        left = iter(tensors)
+        return getattr(ops, name)(*(next(left) if isinstance(a, torch.Tensor) else a for a in args))
+
+    graph = make_fx(call, tracing_mode="symbolic")(*tensors)
+    assert [n.target for n in graph.graph.nodes].count(getattr(ops, name)) == 1
+    other = [a for a in op_inputs(name, tokens=7, columns=48, batch=2) if isinstance(a, torch.Tensor)]
+    assert differing(graph(*other), call(*other)) == 0
+
+
+def test_norm_modulate_is_the_block_of_diffusers():
+    residual, y, gate, weight, scale, shift, index, eps = op_inputs("residual_norm_modulate", 6, 64, batch=2)
+    norm = nn.RMSNorm(64, eps=eps, dtype=torch.bfloat16)
+    norm.weight.data = weight
+    with torch.no_grad():
+        hidden = residual + gate.index_select(0, index) * y
+        normed = norm(hidden)
+        normed = normed * (1.0 + scale.index_select(0, index)) + shift.index_select(0, index)
+    args = residual, y, gate, weight, scale, shift, index, eps
+    assert differing(ops.residual_norm_modulate(*args), (hidden, normed)) == 0
+    assert differing(ops.norm_modulate(hidden, *args[3:]), normed) == 0
+    assert differing(ops.norm_modulate_quantize(hidden, *args[3:]), ops.quantize_rows(normed)) == 0
+    assert differing(ops.residual_norm_modulate_quantize(*args), (hidden, *ops.quantize_rows(normed))) == 0
+
+
+def test_swiglu_is_that_of_diffusers():
+    from diffusers.models.activations import SwiGLU
+
+    (x,) = op_inputs("swiglu", 6, 32, batch=2)
+    module = SwiGLU(8, 32, bias=False)
+    module.proj = nn.Identity()
+    assert differing(ops.swiglu(x), module(x)) == 0
+    assert differing(ops.swiglu_quantize(x), ops.quantize_rows(module(x))) == 0
+
+
+def test_head_norm_rope_is_that_of_diffusers():
+    from diffusers.models.transformers.transformer_minimax_h3 import _apply_rotary_emb
+
+    x, weight, cos, sin, eps = op_inputs("head_norm_rope", 6, 32, batch=2)
+    expected = _apply_rotary_emb(torch.rms_norm(x, (32,), weight, eps), cos, sin)
+    assert differing(ops.head_norm_rope(x, weight, cos, sin, eps), expected) == 0
+    scale = torch.tensor([1.0, 900.0, 0.25])
+    cast = (expected.float() * scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert differing(ops.head_norm_rope_quantize(x, weight, cos, sin, scale, eps), cast) == 0
+
+
+def test_quantize_rows_restores_values_within_half_a_step():
+    (x,) = op_inputs("quantize_rows", 40, 96, dtype=torch.float32)
+    q, scale = ops.quantize_rows(x)
+    assert q.float().abs().amax(-1).eq(448).all()
+    error = (q.float() * scale - x).abs()
+    assert (error <= torch.maximum(x.abs() / 16, scale * 2.0**-10) * 1.0001).all()
+
+
+@pytest.mark.parametrize("special", ("nan", "inf"))
+def test_a_nan_or_an_inf_stays_in_its_row(special):
+    clean, dirty = (op_inputs("quantize_rows", 6, 48, dtype=torch.float32, special=s)[0] for s in ("none", special))
+    (q, scale), (q_dirty, scale_dirty) = ops.quantize_rows(clean), ops.quantize_rows(dirty)
+    touched = dirty.isnan().any(-1) | dirty.isinf().any(-1)
+    assert touched.any() and not touched.all()
+    assert differing(q_dirty[~touched], q[~touched]) == 0
+    assert differing(scale_dirty[~touched], scale[~touched]) == 0
+    rows = q_dirty[touched].float()
+    assert rows.isnan().all() if special == "nan" else (rows[:, 0].isnan() & rows[:, 1].eq(0)).all()
+
+
+def test_a_row_of_zeros_quantizes_to_zeros():
+    q, scale = ops.quantize_rows(torch.zeros(2, 8, dtype=torch.bfloat16))
+    assert q.float().eq(0).all() and (scale == torch.tensor(1e-12) / torch.tensor(448.0)).all()
+
+
+def test_scaled_linear_is_the_linear_layer_of_the_dequantized_operands():
+    q, q_scale, weight_q, weight_scale, bias, dtype = op_inputs("scaled_linear", 7, 48, batch=2)
+    x, weight = q.double() * q_scale.double(), weight_q.double() * weight_scale.double()
+    expected = torch.nn.functional.linear(x, weight, bias.double())
+    actual = ops.scaled_linear(q, q_scale, weight_q, weight_scale, bias, dtype)
+    torch.testing.assert_close(actual.double(), expected, rtol=2**-8, atol=1e-5)
+    mutant = torch.nn.functional.linear(x, weight_q.double(), bias.double())
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(actual.double(), mutant, rtol=2**-8, atol=1e-5)
+
+
+def test_shapes_that_do_not_fit_raise():
+    x, weight, scale, shift, index, eps = op_inputs("norm_modulate", 6, 64)
+    with pytest.raises(RuntimeError):
+        ops.norm_modulate(x, weight, scale, shift, index[:-1], eps)
+    with pytest.raises(IndexError):
+        ops.norm_modulate(x, weight, scale, shift, index + 99, eps)
+
+
+def test_every_op_but_the_library_gemm_names_its_kernel():
+    assert set(kernel_names) == set(DEFINITIONS) - {"scaled_linear"}
+    folder = Path(ops.__file__).parent
+    source = "".join((folder / f"{family}.py").read_text() for family in ("norm", "quantize", "swiglu", "rope"))
+    for kernel in kernel_names.values():
+        assert source.count(f"@triton.jit\ndef {kernel}(") == 1
+
+
+def test_importing_the_ops_registers_them_once_and_leaves_triton_alone():
+    code = (
+        "import sys, h3opt.kernels, h3opt.kernels.ops, torch\n"
+        "assert 'triton' not in sys.modules, 'triton'\n"
+        "print(len([o for o in dir(torch.ops.h3opt) if o.endswith('_v1')]))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) == len(DEFINITIONS)
