@@ -260,6 +260,7 @@ class _Bench:
         return statistics.median(times)
 
     def _profile(self, arm: Arm, forward: Callable[[], Any]) -> None:
+        before = self.session.operators_run()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             forward()
             torch.cuda.synchronize()
@@ -269,8 +270,8 @@ class _Bench:
         ]
         if self.session.installed:
             launches = {event.key: event.count for event in events}
-            for operator, expected in self.session.operators_per_forward().items():
-                kernel = kernel_names.get(operator)
+            for operator, ran in self.session.operators_run().items():
+                kernel, expected = kernel_names.get(operator), ran - before[operator]
                 if kernel is not None:
                     arm.kernels[kernel] = (launches.get(kernel, 0), expected)
 

@@ -31,6 +31,16 @@ def around(module: torch.nn.Module, wrapper: Wrapper, undo: ExitStack, innermost
     undo.callback(slot.remove, wrapper)
 
 
+def writes(tensor: torch.Tensor) -> int | torch.Tensor:
+    """How often ``tensor`` has been written to; under ``inference_mode`` nobody counts, so then a copy of it."""
+    return tensor.clone() if tensor.is_inference() else tensor._version
+
+
+def unwritten(tensor: torch.Tensor, since: int | torch.Tensor) -> bool:
+    """Whether ``tensor`` is as it was when :func:`writes` gave ``since``. Waits for the device for a copy only."""
+    return torch.equal(tensor, since) if isinstance(since, torch.Tensor) else tensor._version == since
+
+
 class _Slot:
     """What ``module._compiled_call_impl`` holds while a module is wrapped."""
 

@@ -75,18 +75,21 @@ class CapturedGraph:
         region: where it was captured.
         graph: the semantic graph, never rewritten itself; ``node.meta["val"]`` has fake values.
         example_inputs: what Dynamo passed along, for executors that compile.
+        calls: how often it ran.
     """
 
     def __init__(self, region: Region, graph: GraphModule, example_inputs: list[Any], planner: Planner) -> None:
         self.region = region
         self.graph = graph
         self.example_inputs = example_inputs
+        self.calls = 0
         self._planner = planner
         self._executables: dict[Any, Callable[..., Any]] = {}
         self._executable()  # built here, inside Dynamo's backend, where compilers know the symbolic sizes
         self.example_inputs = []
 
     def __call__(self, *args: Any) -> Any:
+        self.calls += 1
         return self._executable()(*args)
 
     def _executable(self) -> Callable[..., Any]:

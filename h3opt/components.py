@@ -162,9 +162,23 @@ class PipelineView:
             undo.callback(setattr, block, "__class__", original)
         return len(blocks)
 
+    def hide_step_bars(self, undo: ExitStack) -> None:
+        """Switch diffusers' own progress bars off, wherever they are; ``undo`` brings them back.
 
-def _steps(block: Any, step: str) -> Iterator[Any]:
-    if type(block).__name__ == step:
-        yield block
+        The pipeline's ``set_progress_bar_config`` reaches its outermost blocks alone, and the loop is further in.
+        """
+        for block in _blocks(self.pipe._blocks) if self.pipe is not None else ():
+            if hasattr(block, "set_progress_bar_config"):
+                before = dict(getattr(block, "_progress_bar_config", None) or {})
+                undo.callback(block.set_progress_bar_config, **before)
+                block.set_progress_bar_config(**{**before, "disable": True})
+
+
+def _steps(root: Any, step: str) -> Iterator[Any]:
+    return (block for block in _blocks(root) if type(block).__name__ == step)
+
+
+def _blocks(block: Any) -> Iterator[Any]:
+    yield block
     for inner in getattr(block, "sub_blocks", {}).values():
-        yield from _steps(inner, step)
+        yield from _blocks(inner)

@@ -58,6 +58,14 @@ class MissingDependencyError(H3OptError):
     """An optional package that the call needs is not installed."""
 
 
+class H3OptWarning(UserWarning):
+    """Base of every warning h3opt gives on purpose."""
+
+
+class ShortfallWarning(H3OptWarning):
+    """A pass matched fewer sites than it must, in a profile that says ``on_shortfall: warn``."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The clause ` (did you mean 'x'?)` for the closest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

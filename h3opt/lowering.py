@@ -13,14 +13,10 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from h3opt.canonical import canonicalize
-from h3opt.errors import ShortfallError
+from h3opt.errors import ShortfallError, ShortfallWarning
 from h3opt.probe import probe, signature
 from h3opt.protocol import GraphFacts, GraphPass
 from h3opt.rewrite import Match, NearMiss, apply_rules
-
-
-class ShortfallWarning(UserWarning):
-    """A pass matched fewer sites than it must, in a profile that says ``on_shortfall: warn``."""
 
 
 @dataclass

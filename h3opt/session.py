@@ -247,15 +247,16 @@ class Session:
         self._graphs[id(captured), self.plan_key] = graph
         return EXECUTORS[self._executor](graph, captured.example_inputs)
 
-    def operators_per_forward(self) -> dict[str, int]:
-        """How often one forward of all captured modules runs each h3opt operator, by the graphs last captured."""
+    def operators_run(self) -> Counter[str]:
+        """How often each h3opt operator has run so far: calls of each captured graph times its count in the graph."""
         counts: Counter[str] = Counter()
         for region in self._regions:
-            graphs = [graph for one in region.captured if (graph := self._graphs.get((id(one), self.plan_key)))]
-            for node in graphs[-1].graph.nodes if graphs else ():
-                if getattr(node.target, "namespace", None) == "h3opt":
-                    counts[node.target._opname.rpartition("_v")[0]] += len(region.modules)
-        return dict(counts)
+            for captured in region.captured:
+                graph = self._graphs.get((id(captured), self.plan_key))
+                for node in graph.graph.nodes if graph is not None else ():
+                    if getattr(node.target, "namespace", None) == "h3opt":
+                        counts[node.target._opname.rpartition("_v")[0]] += captured.calls
+        return counts
 
     def failed(self, error: H3OptError) -> None:
         """A capture failed for a reason of ours: take everything back, so that the pipeline still runs."""

@@ -230,11 +230,11 @@ def verify(
     session, chosen = prepare(pipe, passes, profile, **options)
     if session.view.pipe is None:
         raise PipelineError("verify needs a whole pipeline. Pass the pipeline, not one of its models.")
-    with displaced(session.view, always_back=True):
-        try:
-            return _Ladder(pipe, session, list(chosen), clips, progress).climb()
-        finally:
-            session.uninstall()
+    with displaced(session.view, always_back=True), ExitStack() as undo:
+        undo.callback(session.uninstall)
+        if progress is not None:  # the caller shows progress of its own
+            session.view.hide_step_bars(undo)
+        return _Ladder(pipe, session, list(chosen), clips, progress).climb()
 
 
 class _Ladder:

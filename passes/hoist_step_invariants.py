@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from h3opt.calls import around
+from h3opt.calls import around, unwritten, writes
 from h3opt.device import Device
 from h3opt.promises import Exact
 from h3opt.protocol import Mutant, No, SchedulePass, Yes
@@ -32,7 +32,8 @@ class HoistStepInvariants(SchedulePass):
     """Context embedder, token refiner and rope give every step the same tensors: run them in the first step only.
 
     A result is reused while the transformer is called with the same tensor object, unwritten since, and the module's
-    weights are the same, unwritten since. Nothing is compared by value, so nothing waits for the device.
+    weights are the same, unwritten since. Nothing is compared by value, so nothing waits for the device; tensors made
+    under ``torch.inference_mode`` count no writes and are the exception.
     """
 
     name = "hoist_step_invariants"
@@ -86,27 +87,26 @@ class Memo:
     def __call__(self, proceed: Any, *args: Any, **kwargs: Any) -> Any:
         if self.source not in self.current:  # called on its own, or the transformer was called by position
             return proceed(*args, **kwargs)
-        made_from = self.stamp()
-        if self.made_from is None or not _same(self.made_from, made_from):
+        tensors = self.tensors()
+        if self.made_from is None or not _same(self.made_from, tensors):
+            made_from = tuple((tensor, writes(tensor)) for tensor in tensors)
             self.result = proceed(*args, **kwargs)
             self.made_from = made_from
         return self.result
 
-    def stamp(self) -> tuple[Any, ...]:
-        """The source and weights, as objects and write counts; holding them keeps their identity from being reused."""
-        tensors = (self.current[self.source], *self.module.parameters(), *self.module.buffers())
-        return tuple((tensor, tensor._version) for tensor in tensors)
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The source and the weights; holding on to them keeps their identity from being reused."""
+        return (self.current[self.source], *self.module.parameters(), *self.module.buffers())
 
 
-def _same(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
-    return len(left) == len(right) and all(
-        one is other and version == other_version
-        for (one, version), (other, other_version) in zip(left, right, strict=True)
+def _same(made_from: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> bool:
+    return len(made_from) == len(tensors) and all(
+        one is other and unwritten(one, since) for (one, since), other in zip(made_from, tensors, strict=True)
     )
 
 
 class _Stale(Memo):
-    def stamp(self) -> tuple[Any, ...]:
+    def tensors(self) -> tuple[torch.Tensor, ...]:
         return ()
 
 

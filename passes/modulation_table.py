@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from h3opt.calls import around
+from h3opt.calls import around, unwritten, writes
 from h3opt.device import Device
 from h3opt.promises import Exact
 from h3opt.protocol import Mutant, No, SchedulePass, Yes
@@ -84,7 +84,8 @@ class Tables:
     """Rows per step and block, found by the identity of the step's timestep tensor: no device value is read back."""
 
     transformer: Any
-    steps: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = field(default_factory=dict)
+    steps: dict[int, tuple[torch.Tensor, int | torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
+    unannounced: int = 0  # id of the timestep computed last outside a schedule; 0 is nobody's
 
     def __post_init__(self) -> None:
         self.projections = [block.adaln_proj for block in self.transformer.transformer_blocks]
@@ -95,6 +96,7 @@ class Tables:
     def compute_schedule(self, state: Any) -> None:
         """Fill the tables for every step of the plan the pipeline has just made."""
         self.steps.clear()
+        self.unannounced = 0
         self.compute([timestep for timestep, _ in state.get("row_timestep_plan")])
 
     def compute(self, timesteps: Sequence[torch.Tensor]) -> None:
@@ -102,7 +104,7 @@ class Tables:
         with torch.no_grad():
             embeddings = [self._embed(timestep) for timestep in timesteps]
             for timestep in timesteps:
-                self.steps[id(timestep)] = (timestep, timestep._version, [])
+                self.steps[id(timestep)] = (timestep, writes(timestep), [])
             for projection in self.projections:
                 projection.to(self.device)
                 for timestep, temb in zip(timesteps, embeddings, strict=True):
@@ -117,11 +119,17 @@ class Tables:
         """Put the rows of this call's timesteps in place, then go on to the transformer."""
         timestep = kwargs["timestep"] if "timestep" in kwargs else args[3]
         known = self.steps.get(id(timestep))
-        if known is None or known[0] is not timestep or known[1] != timestep._version:
+        if known is None or known[0] is not timestep or not unwritten(timestep, known[1]):
+            self.steps.pop(self.unannounced, None)  # keep one: each call may bring another
+            self.unannounced = id(timestep)
             self.compute([timestep])
-        for block, rows in zip(self.transformer.transformer_blocks, self.steps[id(timestep)][2], strict=True):
+        for block, rows in zip(self.transformer.transformer_blocks, self.rows(timestep), strict=True):
             block.adaln_proj.rows = rows
         return proceed(*args, **kwargs)
+
+    def rows(self, timestep: torch.Tensor) -> list[torch.Tensor]:
+        """The tables of ``timestep``, one per block."""
+        return self.steps[id(timestep)][2]
 
     def return_weights(self) -> None:
         """Put the projections back where they were."""
@@ -135,9 +143,8 @@ class Tables:
 
 
 class _FirstRows(Tables):
-    def select(self, proceed: Any, *args: Any, **kwargs: Any) -> Any:
-        first = next(iter(self.steps.values()), None)
-        return super().select(proceed, *args, **({**kwargs, "timestep": first[0]} if first else kwargs))
+    def rows(self, timestep: torch.Tensor) -> list[torch.Tensor]:
+        return next(iter(self.steps.values()))[2]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,8 +64,8 @@ def variants(name: str) -> dict[str, Callable]:
         choices.append({"num_warps": 8, "lane": 8, "held": True, "branchless": False})
         return options(swiglu.swiglu_quantize, choices)
     if name in ("head_norm_rope", "head_norm_rope_quantize"):
-        grid = [(4, 1), (8, 1), (16, 1), (8, 2), (16, 2), (16, 4), (64, 8)]
-        choices = [{"block": b, "num_warps": w, "shuffle": s} for s in (True, False) for b, w in grid]
+        blocks = [(4, 1), (8, 1), (16, 1), (8, 2), (16, 2), (16, 4), (64, 8)]
+        choices = [{"block": b, "num_warps": w, "shuffle": s} for s in (True, False) for b, w in blocks]
         return options(getattr(rope, name), choices)
     return options(getattr(norm, name), [{"num_warps": w} for w in (1, 2, 4, 8)])
 
@@ -138,11 +139,12 @@ def tune(name: str, tokens: int, floor_ms: float) -> list[dict[str, Any]]:
     """Every launch choice of a kernel, fastest first."""
     args = real_inputs(name, tokens)
     expected = DEFINITIONS[name](*args)
-    arms, rows = {}, []
+    arms: dict[str, Callable[[], Any]] = {}
+    rows: list[dict[str, Any]] = []
     for label, call in variants(name).items():
         try:
             rows.append({"choice": label, "mismatches": differing(call(*args), expected)})
-            arms[label] = lambda call=call: call(*args)
+            arms[label] = partial(call, *args)
         except Exception as error:
             print(f"{name} {label}: failed: {last_line(error)}", flush=True)
     del expected

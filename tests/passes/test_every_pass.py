@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import GraphModule, Node
 
+from h3opt.calls import around
 from h3opt.canonical import canonicalize, value
 from h3opt.capture import trace
 from h3opt.generation import GenerationSettings, Media, generate
@@ -318,9 +320,10 @@ def test_the_spellings_do_change_the_graph() -> None:
 
 # --- format and schedule passes on the tiny pipeline -----------------------------------------------------------
 
+# Prompts of one length: a mutant must be told from the pass by what it generates, not by an index error.
 CLIPS = (
     GenerationSettings(num_inference_steps=3),
-    GenerationSettings(prompt="Rain on a tin roof at night, thunder far away.", num_inference_steps=3, seed=1),
+    GenerationSettings(prompt="Rain on a tin roof at night.", num_inference_steps=3, seed=1),
 )
 
 
@@ -354,9 +357,7 @@ class Stage:
 
 def noise_floor(unmodified: list[Media]) -> Difference:
     pipe = build()
-    nudge = _Nudge(torch.float32)
-    forward = pipe.transformer.forward
-    pipe.transformer.forward = lambda *args, **kwargs: nudge(forward, *args, **kwargs)
+    around(pipe.transformer, _Nudge(torch.float32), ExitStack())
     return Difference.worst(map(Difference.between, unmodified, [generate(pipe, clip) for clip in CLIPS]))
 
 

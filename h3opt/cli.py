@@ -1,0 +1,344 @@
+"""The command line: thin over the public API, quick to start, and without tracebacks for errors a user can mend."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from h3opt.errors import H3OptError, PipelineError
+
+if TYPE_CHECKING:
+    from h3opt.generation import GenerationSettings
+    from h3opt.verification import Progress, Verdict
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Faster MiniMax-H3, with proof."
+)
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+
+Json = Annotated[Path | None, typer.Option(help="Write the result as JSON; - for standard output alone.")]
+Model = Annotated[Path | None, typer.Option(help="A pipeline directory; the tiny reference if left out.")]
+Profile = Annotated[str, typer.Option(help="A shipped profile, a YAML file, or auto to go by the device.")]
+Passes = Annotated[str | None, typer.Option(help="Comma-separated pass names instead of the profile's.")]
+Prompt = Annotated[str | None, typer.Option(help="What to draw.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+DeviceName = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …")]
+Height = Annotated[int, typer.Option(help="Pixels, a multiple of 32.")]
+Width = Annotated[int, typer.Option(help="Pixels, a multiple of 32.")]
+Frames = Annotated[int, typer.Option(help="17 n + 5, at least 124.")]
+Steps = Annotated[int, typer.Option(help="Points of the schedule; one forward fewer.")]
+Seed = Annotated[int, typer.Option(help="Of the initial noise.")]
+
+
+def main() -> None:
+    """Entry point: run a command; errors of ours become one line and exit code 2."""
+    try:
+        with _quiet():
+            app(standalone_mode=False)
+    except H3OptError as error:
+        errors.print("error: " + " ".join([str(error), *getattr(error, "__notes__", [])]), style="red", soft_wrap=True)
+        sys.exit(2)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        errors.print("interrupted")
+        sys.exit(130)
+    except Exception as error:
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # click's usage errors
+            errors.print(f"error: {error.format_message()}", style="red")
+            sys.exit(error.exit_code)
+        raise
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Directory for clips, frames and report.")] = Path("out"),
+    json: Json = None,
+    dtype: Dtype = "bfloat16",
+    device: DeviceName = "cpu",
+    profile: Profile = "auto",
+    prompt: Prompt = None,
+) -> None:
+    """Run the tiny reference pipeline unmodified and optimized; compare, show and write both."""
+    from h3opt.demo import run_demo, write_json
+
+    settings = _settings(prompt=prompt)
+    _say("The reference pipeline is the unmodified one with tiny random weights: it draws noise, and a CPU's seconds")
+    _say(f'say nothing about a GPU. What counts is the comparison. Prompt: "{settings.prompt}"\n')
+    with _progress(json) as progress:
+        verdict = run_demo(
+            out, dtype=_dtype(dtype), profile=profile, device=device, settings=settings, progress=progress
+        )
+    _show_verdict(verdict, json)
+    _say(f"\nwrote {out}/reference.mp4, optimized.mp4, frames.png, report.json")
+    if json is not None and str(json) != "-":
+        write_json(json, verdict.to_dict())
+    raise typer.Exit(0 if verdict.held else 1)
+
+
+@app.command()
+def run(
+    model: Annotated[Path, typer.Option(help="A directory that diffusers' save_pretrained wrote.")],
+    prompt: Annotated[str, typer.Option(help="What to draw.")],
+    out: Annotated[Path, typer.Option(help="The clip to write.")] = Path("clip.mp4"),
+    profile: Profile = "auto",
+    passes: Passes = None,
+    no_passes: Annotated[bool, typer.Option("--no-passes", help="Capture only.")] = False,
+    height: Height = 544,
+    width: Width = 960,
+    frames: Frames = 124,
+    steps: Steps = 8,
+    seed: Seed = 0,
+    dtype: Dtype = "bfloat16",
+    device: DeviceName = "cpu",
+    json: Json = None,
+) -> None:
+    """Generate a clip with a pipeline on disk."""
+    from h3opt.demo import write_json
+    from h3opt.generation import generate, load_pipeline
+    from h3opt.media import write_mp4
+    from h3opt.session import optimize
+    from h3opt.tables import report_table
+
+    settings = _settings(prompt, height, width, frames, steps, seed)
+    pipe = load_pipeline(model, _dtype(dtype), _device(device))
+    opt = optimize(pipe, passes=[] if no_passes else _names(passes), profile=profile)
+    media = generate(pipe, settings)
+    write_mp4(out, media.video, media.audio, media.sampling_rate)
+    report = opt.report
+    if not _is_stdout(json):
+        console.print(report_table(report))
+        _say(f"\n{report.device}, profile {report.profile}; wrote {out}")
+    data = {"out": str(out), "settings": settings.to_dict(), "report": report.to_dict()}
+    if json is not None:
+        _print_json(data) if _is_stdout(json) else write_json(json, data)
+
+
+@app.command()
+def verify(
+    model: Model = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Repeat for several.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A text file, one prompt per line.")] = None,
+    passes: Passes = None,
+    profile: Profile = "auto",
+    height: Height = 64,
+    width: Width = 96,
+    frames: Frames = 124,
+    steps: Steps = 4,
+    seed: Seed = 0,
+    dtype: Dtype = "bfloat16",
+    device: DeviceName = "cpu",
+    json: Json = None,
+) -> None:
+    """Add passes one by one and hold each to its promise; exit code 1 if one broke."""
+    from h3opt.demo import write_json
+    from h3opt.generation import load_pipeline
+    from h3opt.reference import tiny_pipeline
+    from h3opt.verification import verify as verify_pipeline
+
+    settings = _settings(None, height, width, frames, steps, seed)
+    texts = [*(prompt or []), *(_read_prompts(prompts) if prompts is not None else [])]
+    if model is not None:
+        pipe: Any = load_pipeline(model, _dtype(dtype), _device(device))
+    else:
+        pipe = tiny_pipeline(dtype=_dtype(dtype), device=_device(device))
+    with _progress(json) as progress:
+        verdict = verify_pipeline(
+            pipe, texts or None, passes=_names(passes), profile=profile, settings=settings, progress=progress
+        )
+    _show_verdict(verdict, json)
+    if json is not None and not _is_stdout(json):
+        write_json(json, verdict.to_dict())
+    raise typer.Exit(0 if verdict.held else 1)
+
+
+@app.command()
+def explain(
+    name: Annotated[str, typer.Argument(metavar="PASS")],
+    model: Model = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Show sites in the tiny reference pipeline.")] = False,
+    dtype: Dtype = "bfloat16",
+    device: DeviceName = "cpu",
+) -> None:
+    """Show what a pass looks for and puts there; with a pipeline, where it fired and nearly did."""
+    from h3opt.explain import explain as explain_pass
+    from h3opt.explain import explain_sites, sites_text
+
+    console.print(explain_pass(name), markup=False, soft_wrap=True)
+    if model is None and not tiny:
+        return
+    if model is not None:
+        from h3opt.generation import load_pipeline
+
+        pipe: Any = load_pipeline(model, _dtype(dtype), _device(device))
+    else:
+        from h3opt.reference import tiny_pipeline
+
+        pipe = tiny_pipeline(dtype=_dtype(dtype), device=_device(device))
+    console.print("\n" + sites_text(explain_sites(pipe, name)), markup=False, soft_wrap=True)
+
+
+@app.command()
+def passes(
+    markdown: Annotated[bool, typer.Option("--markdown", help="The table of the README.")] = False,
+    json: Json = None,
+) -> None:
+    """List all passes."""
+    from h3opt.tables import passes_data, passes_markdown, passes_table
+
+    if markdown:
+        print(passes_markdown())
+    elif not _is_stdout(json):
+        console.print(passes_table())
+    _write_or_print(json, passes_data())
+
+
+@app.command()
+def profiles(name: Annotated[str | None, typer.Argument()] = None, json: Json = None) -> None:
+    """List the shipped profiles, or the rows of one with their evidence."""
+    from h3opt.profiles import list_profiles, load_profile
+    from h3opt.tables import profile_table, profiles_table
+
+    if name is None:
+        if not _is_stdout(json):
+            console.print(profiles_table())
+        _write_or_print(json, [profile.to_dict() for profile in list_profiles()])
+    else:
+        profile = load_profile(name)
+        if not _is_stdout(json):
+            console.print(profile_table(profile))
+        _write_or_print(json, profile.to_dict())
+
+
+def _show_verdict(verdict: Verdict, json: Path | None) -> None:
+    from h3opt.tables import verdict_lines, verdict_table
+
+    if _is_stdout(json):
+        _print_json(verdict.to_dict())
+        return
+    console.print(verdict_table(verdict))
+    console.print()
+    for line in verdict_lines(verdict):
+        _say(line)
+
+
+@contextlib.contextmanager
+def _progress(json: Path | None) -> Iterator[Progress]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:28s}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep other packages' chatter off the screen; warnings of ours stay."""
+    from h3opt.errors import H3OptWarning
+
+    logging.getLogger("diffusers").setLevel(logging.CRITICAL)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", H3OptWarning)
+        warnings.showwarning = lambda message, *_, **__: errors.print(f"warning: {message}", style="yellow")
+        yield
+
+
+def _settings(
+    prompt: str | None = None,
+    height: int = 64,
+    width: int = 96,
+    frames: int = 124,
+    steps: int = 4,
+    seed: int = 0,
+) -> GenerationSettings:
+    from h3opt.generation import GenerationSettings
+
+    if prompt is not None and not prompt.strip():
+        raise PipelineError("The prompt is empty. Say what to draw.")
+    for name, value, multiple in (("height", height, 32), ("width", width, 32)):
+        if value < multiple or value % multiple:
+            raise PipelineError(
+                f"{name} {value} is not a positive multiple of {multiple}. Try {max(value // 32, 1) * 32}."
+            )
+    if frames < 124 or frames % 17 != 5:
+        raise PipelineError(f"{frames} frames cannot be generated. Use 17 n + 5 and at least 124: 124, 141, 158, …")
+    if steps < 2:
+        raise PipelineError(f"{steps} steps are too few. Use at least 2.")
+    text = {} if prompt is None else {"prompt": prompt}
+    return GenerationSettings(
+        height=height, width=width, num_frames=frames, num_inference_steps=steps, seed=seed, **text
+    )
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    found = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(name)
+    if found is None:
+        raise PipelineError(f"dtype {name!r} is not known. Use bfloat16, float16 or float32.")
+    return found
+
+
+def _device(name: str) -> str:
+    import torch
+
+    from h3opt.device import Device
+    from h3opt.errors import DeviceError
+
+    try:
+        Device.of(torch.device(name))
+    except RuntimeError as error:
+        raise DeviceError(f"There is no device {name!r}. Use cpu, cuda or cuda:N.") from error
+    return name
+
+
+def _names(passes: str | None) -> list[str] | None:
+    return None if passes is None else [name.strip() for name in passes.split(",") if name.strip()]
+
+
+def _read_prompts(path: Path) -> list[str]:
+    try:
+        found = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise PipelineError(f"The prompts file {path} cannot be read: {error.strerror}. Give a text file.") from error
+    except UnicodeDecodeError as error:
+        raise PipelineError(f"The prompts file {path} is not UTF-8 text. Give one prompt per line.") from error
+    if not found:
+        raise PipelineError(f"The prompts file {path} is empty. Give one prompt per line.")
+    return found
+
+
+def _is_stdout(json: Path | None) -> bool:
+    return json is not None and str(json) == "-"
+
+
+def _write_or_print(path: Path | None, data: Any) -> None:
+    from h3opt.demo import write_json
+
+    if path is None:
+        return
+    if _is_stdout(path):
+        _print_json(data)
+    else:
+        write_json(path, data)
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+def _say(text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)

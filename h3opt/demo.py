@@ -1,0 +1,67 @@
+"""``h3opt demo``: the tiny reference pipeline unmodified and optimized, compared and written to disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from h3opt.errors import PipelineError
+from h3opt.generation import GenerationSettings
+from h3opt.media import write_frame_strip, write_mp4
+from h3opt.reference import tiny_pipeline
+from h3opt.verification import Progress, Verdict, verify
+
+
+def run_demo(
+    out: Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    profile: str = "auto",
+    device: str = "cpu",
+    settings: GenerationSettings | None = None,
+    progress: Progress | None = None,
+) -> Verdict:
+    """Verify the tiny reference and write ``reference.mp4``, ``optimized.mp4``, ``frames.png`` and ``report.json``.
+
+    Args:
+        out: directory; made if missing.
+        dtype, device: of the pipeline.
+        profile: which passes, see :func:`h3opt.optimize`.
+        settings: what to generate.
+        progress: told before each generation.
+
+    Raises:
+        PipelineError: a file cannot be written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PipelineError(f"{out} cannot be made: {error.strerror}. Give another directory.") from error
+    pipe = tiny_pipeline(dtype=dtype, device=device)
+    verdict = verify(pipe, profile=profile, settings=settings, progress=progress)
+    for name, media in (("reference", verdict.reference), ("optimized", verdict.optimized)):
+        write_mp4(out / f"{name}.mp4", media.video, media.audio, media.sampling_rate)
+    strip = {"unmodified": verdict.reference.video, "optimized": verdict.optimized.video}
+    write_frame_strip(out / "frames.png", strip)
+    write_json(out / "report.json", verdict.to_dict())
+    return verdict
+
+
+def write_json(path: Path, data: Mapping[str, Any] | list[Any]) -> None:
+    """Write JSON whole or not at all.
+
+    Raises:
+        PipelineError: the file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise PipelineError(f"{path} cannot be written: {error.strerror}. Give another path.") from error

@@ -1,0 +1,140 @@
+"""What people read: tables of passes, profiles, reports and verdicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from h3opt.profiles import Profile, list_profiles
+from h3opt.registry import list_passes
+from h3opt.report import Report
+from h3opt.verification import Verdict
+
+MARKERS = ("<!-- passes:start -->", "<!-- passes:end -->")
+"""Between these lines README.md holds :func:`passes_markdown`."""
+
+
+def passes_markdown() -> str:
+    """The pass table of the README, from the registry."""
+    lines = ["| pass | kind | promise | what it does |", "|---|---|---|---|"]
+    lines += [f"| `{cls.name}` | {cls.kind} | {cls.promise} | {cls.summary()} |" for cls in list_passes()]
+    return "\n".join(lines)
+
+
+def passes_table() -> Table:
+    """All registered passes."""
+    table = _table("pass", "kind", "promise", "what it does")
+    for cls in list_passes():
+        table.add_row(cls.name, cls.kind, str(cls.promise), cls.summary())
+    return table
+
+
+def passes_data() -> list[dict[str, Any]]:
+    """The same as JSON-ready types."""
+    return [
+        {
+            "name": cls.name,
+            "kind": cls.kind,
+            "promise": str(cls.promise),
+            "after": list(cls.after),
+            "does": cls.summary(),
+        }
+        for cls in list_passes()
+    ]
+
+
+def profiles_table() -> Table:
+    """All shipped profiles."""
+    table = _table("profile", "device", "executor", "passes on", "measured")
+    for profile in list_profiles():
+        device = profile.device
+        name = "CPU" if device.type == "cpu" else f"{', '.join(device.match)} (SM {device.capability})"
+        on = sum(row.enabled for row in profile.passes)
+        measured = sum(row.measured for row in profile.passes)
+        table.add_row(
+            profile.name,
+            name,
+            profile.executor,
+            f"{on} of {len(profile.passes)}",
+            f"{measured} of {len(profile.passes)}" if measured else "evidence: none",
+        )
+    return table
+
+
+def profile_table(profile: Profile) -> Table:
+    """The rows of one profile."""
+    table = _table("pass", "on", "options", "when", "evidence or reason")
+    for row in profile.passes:
+        evidence = "none"
+        if row.evidence is not None:
+            found = row.evidence
+            evidence = f"{found.gain}; {found.result} ({found.device}, {found.date})"
+        condition = row.when.to_dict() if row.when is not None else {}
+        table.add_row(
+            row.name,
+            "on" if row.enabled else "off",
+            ", ".join(f"{name}={value}" for name, value in row.options.items()) or "–",
+            ", ".join(f"{name} {value}" for name, value in condition.items()) or "always",
+            evidence if row.enabled else f"{row.reason}; evidence: {evidence}",
+        )
+    return table
+
+
+def report_table(report: Report) -> Table:
+    """What each pass did, without a comparison."""
+    table = _table("pass", "kind", "sites", "promise", "state")
+    for entry in report:
+        state = (
+            Text(f"declined: {entry.declined}", style="yellow") if entry.declined else f"{entry.state}; {entry.proof}"
+        )
+        table.add_row(entry.name, entry.kind, entry.counts, str(entry.promise), state)
+    return table
+
+
+def verdict_table(verdict: Verdict) -> Table:
+    """What each pass did to picture and sound."""
+    table = _table("pass", "kind", "sites", "promise", "measured", "", "s")
+    styles = {True: ("held", "green"), False: ("BROKEN", "bold red"), None: ("declined", "yellow")}
+    for one in verdict.passes:
+        word, style = styles[one.held]
+        table.add_row(
+            one.name,
+            one.kind,
+            one.counts,
+            str(one.promise),
+            one.measured,
+            Text(word, style=style),
+            f"{one.seconds:.1f}",
+        )
+    table.columns[-1].justify = "right"
+    return table
+
+
+def verdict_lines(verdict: Verdict) -> list[str]:
+    """What stands below the table: the comparisons with the unmodified pipeline."""
+    exact = "no Exact pass on" if verdict.exact_set is None else str(verdict.exact_set)
+    lines = [
+        f"captured, no pass    against unmodified: {verdict.capture}",
+        f"{len(verdict.exact_names)} Exact passes       against unmodified: {exact} (video and audio)",
+        f"all passes           against unmodified: {verdict.all_passes}",
+    ]
+    if verdict.noise_floor is not None:
+        lines.append(f"unmodified, its noise moved by one ulp: {verdict.noise_floor}")
+    lines.append(
+        f"one generation: {verdict.reference_seconds:.1f} s unmodified, {verdict.optimized_seconds:.1f} s optimized, "
+        f"on {verdict.report.device}"
+    )
+    lines += verdict.report.notices
+    if verdict.broken:
+        lines.append(f"promise broken by: {', '.join(verdict.broken)}")
+    lines.append(f"output moved by: {', '.join(verdict.moved) or 'no pass'}")
+    return lines
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column in ("pass", "kind", "sites", "profile", "on"))
+    return table
