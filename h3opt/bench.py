@@ -81,8 +81,30 @@ class TransformerBench:
         arms = [{**asdict(arm), "milliseconds": arm.milliseconds} for arm in self.arms]
         return {**asdict(self), "arms": arms, "versions": versions()}
 
+    def markdown(self) -> str:
+        """The table for docs/benchmarks."""
+        lines = [
+            "| arm | ms per forward | ms per block | over eager | over compile | over torchao FP8 | first call s "
+            "| peak GiB | elements that differ from eager | relative error |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        for arm in self.arms:
+            if (ms := arm.milliseconds) is None:
+                lines.append(f"| {arm.name} | {arm.failure} | | | | | | | | |")
+                continue
+            ratios = " | ".join(self._ratios(ms))
+            lines.append(
+                f"| {arm.name} | {ms:.1f} | {ms / self.layers:.2f} | {ratios} | {arm.first_call_seconds:.1f} "
+                f"| {arm.peak_gib:.1f} | {arm.differing} | {arm.error:.4f} |"
+            )
+        return "\n".join(lines)
+
+    def _ratios(self, milliseconds: float) -> list[str]:
+        base = [self.arm(name) for name in ("eager", "compile", "torchao fp8 + compile")]
+        times = [arm.milliseconds if arm is not None else None for arm in base]
+        return ["–" if time is None else f"{time / milliseconds:.3f}" for time in times]
+
     def __str__(self) -> str:
-        base = {name: self.arm(name) for name in ("eager", "compile", "torchao fp8 + compile")}
         lines = [
             f"{self.device}, {self.layers} blocks, {self.canvas}, {self.tokens} tokens; "
             f"copy {self.copy_tb_per_s:.2f} TB/s, bf16 GEMM {self.gemm_tflops:.0f} TFLOP/s",
@@ -94,10 +116,7 @@ class TransformerBench:
             if ms is None:
                 lines.append(f"{arm.name:44s} {arm.failure}")
                 continue
-            ratios = [
-                f"{other.milliseconds / ms:.3f}" if other is not None and other.milliseconds else "–"
-                for other in base.values()
-            ]
+            ratios = self._ratios(ms)
             lines.append(
                 f"{arm.name:44s} {ms:9.2f} {ms / self.layers:7.2f} {ratios[0]:>8s} {ratios[1]:>9s} {ratios[2]:>9s} "
                 f"{arm.first_call_seconds:8.1f} {arm.peak_gib:6.1f} {arm.differing:10d} {arm.error:8.4f}"
@@ -119,6 +138,7 @@ def bench_transformer(
     canvas: str = "",
     rounds: int = 3,
     forwards: int = 3,
+    cumulative: bool = True,
     leave_out: bool = False,
     peers: Sequence[str] = ("compile", "torchao fp8 + compile"),
     profile: str = "auto",
@@ -133,6 +153,7 @@ def bench_transformer(
         canvas: named in the result.
         rounds: interleaved visits to every arm.
         forwards: timed forwards per visit, after one that is not.
+        cumulative: measure every step on the way to all passes, not just the end.
         leave_out: also measure all passes but one, for each.
         peers: which of the peers to run.
         profile: for the options of passes given by name.
@@ -149,8 +170,9 @@ def bench_transformer(
     plan: list[tuple[Arm, Callable[[ExitStack], Callable[[], Any]]]] = [(Arm("eager"), bench.eager)]
     plan += [(Arm(peer), getattr(bench, peer.split()[0])) for peer in peers]
     plan.append((Arm("h3opt, no pass"), partial(bench.h3opt, passes=[])))
-    for count in range(1, len(chosen) + 1):
-        plan.append((Arm(f"+ {chosen[count - 1].name}"), partial(bench.h3opt, passes=chosen[:count])))
+    for count in range(1 if cumulative else len(chosen), len(chosen) + 1):
+        name = f"+ {chosen[count - 1].name}" if cumulative else "h3opt, all passes"
+        plan.append((Arm(name), partial(bench.h3opt, passes=chosen[:count])))
     if leave_out:
         for one in chosen:
             rest = [other for other in chosen if other is not one]

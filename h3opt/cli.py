@@ -163,6 +163,53 @@ def verify(
 
 
 @app.command()
+def bench(
+    layers: Annotated[int, typer.Option(help="Transformer blocks; the released model has 50.")] = 4,
+    canvas: Annotated[str, typer.Option(help="HEIGHTxWIDTHxFRAMES.")] = "544x960x124",
+    passes: Passes = None,
+    profile: Profile = "auto",
+    peers: Annotated[str, typer.Option(help="Comma-separated: compile, torchao fp8 + compile.")] = "compile",
+    rounds: Annotated[int, typer.Option(help="Interleaved visits to every arm.")] = 3,
+    steps: Annotated[bool, typer.Option("--steps/--no-steps", help="Every pass cumulatively, or all at once.")] = True,
+    leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
+    device: DeviceName = "cuda",
+    json: Json = None,
+) -> None:
+    """Time the transformer at its real geometry with random weights on a CUDA device: peers, then pass by pass."""
+    from h3opt.bench import bench_transformer
+    from h3opt.demo import write_json
+    from h3opt.profiles import detect_profile, load_profile
+    from h3opt.reference import full_inputs, full_transformer
+
+    _device(device)
+    if passes is None:
+        found = detect_profile(device)[0] if profile == "auto" else load_profile(profile)
+        names = [row.name for row in found.rows_for(None, 1) if row.enabled]
+    else:
+        names = _names(passes) or []
+    transformer = full_transformer(layers=layers, device=device)
+    with _progress(json) as progress:
+        result = bench_transformer(
+            transformer,
+            full_inputs(canvas, device=device),
+            names,
+            canvas=canvas,
+            rounds=rounds,
+            cumulative=steps,
+            leave_out=leave_out,
+            peers=_names(peers) or [],
+            profile=profile,
+            progress=progress,
+        )
+    if _is_stdout(json):
+        _print_json(result.to_dict())
+        return
+    _say(str(result))
+    if json is not None:
+        write_json(json, result.to_dict())
+
+
+@app.command()
 def explain(
     name: Annotated[str, typer.Argument(metavar="PASS")],
     model: Model = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 
 import torch
 from diffusers import ModularPipeline
+from diffusers.modular_pipelines.minimax_h3.modular_pipeline import MiniMaxH3ModularPipeline
+from diffusers.modular_pipelines.modular_pipeline_utils import ComponentSpec
+from safetensors import safe_open
 
-from h3opt.errors import CheckpointError, PipelineError
+from h3opt.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -77,49 +81,109 @@ def generate(pipe: Any, settings: GenerationSettings, **inputs: Any) -> Media:
 def load_pipeline(
     directory: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
 ) -> ModularPipeline:
-    """``ModularPipeline.from_pretrained`` and ``load_components(torch_dtype=dtype)`` on ``device``.
+    """``ModularPipeline.from_pretrained`` and ``load_components(dtype=dtype)``, from this directory alone.
 
-    Modules the model keeps in float32 stay float32. Only safetensors are read.
+    diffusers goes on without a component that fails to load, and with random weights where a file lacks some; here
+    both are errors. Modules the model keeps in float32 stay float32. Only safetensors are read, nothing is unpickled.
 
     Raises:
-        CheckpointError: the directory is missing, is not a modular pipeline, or its weights cannot be read.
-        PipelineError: a component is missing from it.
+        CheckpointError: the directory is missing or no MiniMax-H3 pipeline; or a component is missing from it, cannot
+            be read, or its weights are not those of the model.
     """
     directory = Path(directory)
-    if not (directory / "modular_model_index.json").is_file() and not (directory / "model_index.json").is_file():
-        raise CheckpointError(
-            f"{directory} holds no modular_model_index.json. Give a directory that diffusers' save_pretrained wrote."
-        )
-    try:
-        pipe = ModularPipeline.from_pretrained(str(directory), local_files_only=True)
-        pipe.load_components(torch_dtype=dtype, use_safetensors=True)
-    except Exception as error:  # diffusers, transformers, safetensors and json each raise their own kinds
-        raise CheckpointError(
-            f"{directory} cannot be loaded: {_first_line(error)} Save the pipeline again, or mend the file named."
-        ) from error
-    missing = [name for name, component in pipe.components.items() if component is None and _is_needed(name)]
-    if missing:
-        raise PipelineError(
-            f"{directory} has no {', '.join(missing)}. Save the pipeline with all components, in the place it is "
-            "loaded from: diffusers records absolute paths."
-        )
+    pipe = _read_index(directory)
+    loaded = {}
+    for name in pipe.pretrained_component_names:
+        spec = pipe.get_component_spec(name)
+        folder = directory / (spec.subfolder or name)
+        if folder.is_dir():
+            spec.pretrained_model_name_or_path, spec.subfolder = str(directory), spec.subfolder or name
+            loaded[name] = _load_component(spec, folder, dtype)
+            loaded[name]._diffusers_load_id = spec.load_id  # as ComponentSpec.load does
+        elif name not in _OPTIONAL:
+            raise CheckpointError(f"{directory} has no {name}: there is no folder {folder}. {_AGAIN}")
+    pipe.register_components(**loaded)
     return pipe.to(device)
 
 
-def _is_needed(name: str) -> bool:
-    """``transformer_ref`` serves reference-to-video runs alone."""
-    return name in {
-        "text_encoder",
-        "tokenizer",
-        "transformer",
-        "vae",
-        "audio_vae",
-        "scheduler",
-        "audio_scheduler",
-    }
+# Of runs with reference videos, and of runs with images.
+_OPTIONAL = {"transformer_ref", "processor"}
+_AGAIN = "Save or copy the pipeline again, with all components."
+
+
+def _read_index(directory: Path) -> ModularPipeline:
+    if not directory.is_dir():
+        raise CheckpointError(f"There is no directory {directory}. Give one that diffusers' save_pretrained wrote.")
+    index = next((file for name in _INDEXES if (file := directory / name).is_file()), None)
+    if index is None:
+        raise CheckpointError(
+            f"{directory} holds no {_INDEXES[0]}. Give a directory that diffusers' save_pretrained wrote."
+        )
+    try:
+        json.loads(index.read_bytes())
+        pipe = ModularPipeline.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # diffusers lets whatever it trips over through
+        raise CheckpointError(f"{index} is not the index of a pipeline: {_first_line(error)} {_AGAIN}") from error
+    if not isinstance(pipe, MiniMaxH3ModularPipeline):
+        raise CheckpointError(f"{index} is that of a {type(pipe).__name__}. Give a MiniMax-H3 pipeline.")
+    return pipe
+
+
+_INDEXES = ("modular_model_index.json", "model_index.json")
+
+
+def _load_component(spec: ComponentSpec, folder: Path, dtype: torch.dtype) -> Any:
+    options: dict[str, Any] = {"subfolder": spec.subfolder, "local_files_only": True}
+    is_model = isinstance(spec.type_hint, type) and issubclass(spec.type_hint, torch.nn.Module)
+    if is_model:
+        _check_files(spec.name, folder)
+        options |= {"variant": spec.variant, "dtype": dtype, "use_safetensors": True}
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
+    # A tokenizer without its files loads, and knows no word.
+    vocabulary = list(getattr(spec.type_hint, "vocab_files_names", {}).values())
+    if vocabulary and not any((folder / file).is_file() for file in vocabulary):
+        raise CheckpointError(f"{spec.name}: {folder} holds none of {', '.join(vocabulary)}. {_AGAIN}")
+    try:
+        found = spec.type_hint.from_pretrained(spec.pretrained_model_name_or_path, **options)
+    except Exception as error:  # diffusers, transformers, safetensors, tokenizers and json each raise their own
+        raise CheckpointError(f"{spec.name}: {folder} cannot be loaded: {_first_line(error)} {_AGAIN}") from error
+    if not is_model:
+        return found
+    model, info = found
+    shapes = {key: f"{key} {list(one)}, not {list(own)}" for key, one, own in info["mismatched_keys"]}
+    for what, keys in (
+        ("lack", info["missing_keys"]),
+        ("have what the model does not", info["unexpected_keys"]),
+        ("have other shapes than the model", shapes.values()),
+    ):
+        if keys:
+            first, more = min(keys), f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            raise CheckpointError(
+                f"{spec.name}: the weights in {folder} {what}: {first}{more}. Keep weights and config.json together."
+            )
+    return model
+
+
+def _check_files(name: str, folder: Path) -> None:
+    """Refuse weights that are incomplete, by file, and weights that are pickled: opening those runs code."""
+    files = set(folder.glob("*.safetensors"))
+    if not files:
+        pickled = sorted(file for kind in ("bin", "pt", "pth", "ckpt") for file in folder.glob(f"*.{kind}"))
+        if pickled:
+            raise CheckpointError(f"{name}: {pickled[0]} is a pickle, which is never opened. Save it as safetensors.")
+        raise CheckpointError(f"{name}: {folder} holds no safetensors file. {_AGAIN}")
+    file = folder
+    try:
+        for file in folder.glob("*.safetensors.index.json"):
+            files |= {folder / shard for shard in json.loads(file.read_bytes())["weight_map"].values()}
+        for file in sorted(files):
+            with safe_open(file, "pt"):
+                pass
+    except Exception as error:  # json's, safetensors' and the system's own
+        raise CheckpointError(f"{name}: {file} cannot be read: {_first_line(error)} {_AGAIN}") from error
 
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip() or repr(error)
-    line = text.splitlines()[0]
+    line = text.splitlines()[0].rstrip()
     return line if line.endswith(".") else line + "."

@@ -7,6 +7,7 @@ literals by name and try both orders of ``+`` and ``*``; hence a matcher of our 
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -270,7 +271,7 @@ class _Attempt:
                 yield from self._all(list(zip(pattern, found, strict=True)), state)
             else:
                 self._stop(state, f"{found} stands where {list(pattern)} is expected")
-        elif not isinstance(found, Node) and isinstance(pattern, bool) == isinstance(found, bool) and pattern == found:
+        elif not isinstance(found, Node) and _same_number(pattern, found):
             yield state
         else:
             self._stop(state, f"{_name(found)} stands where {pattern!r} is expected", not isinstance(found, Node))
@@ -399,7 +400,15 @@ def _resolve_overload(node: Node, name: str) -> None:
 def _same(left: Any, right: Any) -> bool:
     if isinstance(left, Node) or isinstance(right, Node):
         return left is right
-    return type(left) is type(right) and left == right
+    return type(left) is type(right) and _same_number(left, right)
+
+
+def _same_number(left: Any, right: Any) -> bool:
+    """Equal to an operator: 1 and 1.0 are, 1 and True are not, and neither are 0.0 and -0.0."""
+    if isinstance(left, bool) != isinstance(right, bool) or left != right:
+        return False
+    numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
+    return not numbers or math.copysign(1.0, left) == math.copysign(1.0, right)
 
 
 def _name(found: Any) -> str:

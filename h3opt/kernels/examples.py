@@ -38,6 +38,8 @@ def op_inputs(name, tokens, columns, rows=3, batch=1, dtype=torch.bfloat16, devi
         return (x,)
     if name in ("norm_modulate", "norm_modulate_quantize"):
         return x, weight, scale, shift, index, 1e-5
+    if name == "gated_residual":
+        return x, make((batch, tokens, columns), 4, special), gate, index
     if name in ("residual_norm_modulate", "residual_norm_modulate_quantize"):
         return x, make((batch, tokens, columns), 4, special), gate, weight, scale, shift, index, 1e-5
     if name in ("swiglu", "swiglu_quantize"):

@@ -28,6 +28,7 @@ from h3opt.kernels.device import (
 
 # Measured choices (see bench.py --tune). Bits do not depend on them.
 NUM_WARPS = {
+    "gated_residual": 4,
     "norm_modulate": 4,
     "norm_modulate_quantize": 4,
     "residual_norm_modulate": 4,
@@ -133,6 +134,33 @@ def residual_norm_modulate_quantize_kernel(
     )  # fmt: skip
     out = modulate_row(hidden, weight_ptr, scale_ptr + entry * scale_stride, shift_ptr + entry * shift_stride, D, eps)
     quantize_row(q_ptr + row * D, q_scale_ptr + row, out, vector_columns(), D, TILE)
+
+
+@triton.jit
+def gated_residual_kernel(
+    residual_ptr, y_ptr, gate_ptr, index_ptr, hidden_ptr,
+    tokens, residual_stride, y_stride, gate_stride, D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    entry = tl.load(index_ptr + tl.program_id(0) % tokens)
+    add_gated_row(
+        residual_ptr + row * residual_stride, y_ptr + row * y_stride, gate_ptr + entry * gate_stride,
+        hidden_ptr + row * D, D,
+    )  # fmt: skip
+
+
+def gated_residual(residual, y, gate_table, index, num_warps=None):
+    """Launch `gated_residual_kernel`: residual and y [..., tokens, D]; the gate table may be strided by row."""
+    residual_rows, y_rows, D = as_rows(residual), as_rows(y), y.shape[-1]
+    gate = as_rows(gate_table)
+    hidden = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    if y_rows.shape[0]:
+        gated_residual_kernel[(y_rows.shape[0],)](
+            residual_rows, y_rows, gate, index.contiguous(), hidden,
+            index.shape[0], residual_rows.stride(0), y_rows.stride(0), gate.stride(0), D=D,
+            num_warps=num_warps or NUM_WARPS["gated_residual"], **EXACT_LAUNCH,
+        )  # fmt: skip
+    return hidden
 
 
 def norm_modulate(x, weight, scale_table, shift_table, index, eps, num_warps=None):

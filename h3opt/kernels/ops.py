@@ -89,6 +89,14 @@ def norm_modulate_quantize_definition(
     return quantize_rows_definition(norm_modulate_definition(x, weight, scale_table, shift_table, index, eps))
 
 
+def gated_residual_definition(residual: Tensor, y: Tensor, gate_table: Tensor, index: Tensor) -> Tensor:
+    """residual + gate[index] * y: residual, y [..., tokens, D], gate_table [rows, D], index int64 [tokens].
+
+    Source: diffusers' MiniMaxH3TransformerBlock.
+    """
+    return (residual + gate_table.index_select(0, index) * y).contiguous()
+
+
 def residual_norm_modulate_definition(
     residual: Tensor,
     y: Tensor,
@@ -103,7 +111,7 @@ def residual_norm_modulate_definition(
 
     residual, y [..., tokens, D]; the rest as in `norm_modulate`. Source: diffusers' MiniMaxH3TransformerBlock.
     """
-    hidden = (residual + gate_table.index_select(0, index) * y).contiguous()
+    hidden = gated_residual_definition(residual, y, gate_table, index)
     return hidden, norm_modulate_definition(hidden, weight, scale_table, shift_table, index, eps)
 
 
@@ -182,6 +190,10 @@ def _norm_modulate_fake(x, weight, scale_table, shift_table, index, eps):
 
 def _norm_modulate_quantize_fake(x, weight, scale_table, shift_table, index, eps):
     return _empty_quantized(x, x.shape[-1])
+
+
+def _gated_residual_fake(residual, y, gate_table, index):
+    return y.new_empty(y.shape, dtype=_promoted(residual, gate_table, y))
 
 
 def _residual_norm_modulate_fake(residual, y, gate_table, weight, scale_table, shift_table, index, eps):
@@ -329,6 +341,23 @@ def _residual_served(residual, y, gate_table, weight, scale_table, shift_table, 
     )
 
 
+def _gated_residual_cuda(residual, y, gate_table, index):
+    args = (residual, y, gate_table, index)
+    if not (
+        residual.shape == y.shape
+        and residual.dtype == y.dtype == gate_table.dtype
+        and y.dtype in DTYPES
+        and y.ndim >= 2
+        and y.shape[-1] <= _NORM_MAX_COLUMNS
+        and index.dtype == torch.int64
+        and index.shape == y.shape[-2:-1]
+        and gate_table.ndim == 2
+        and gate_table.shape[1] == y.shape[-1]
+    ):
+        return gated_residual_definition(*args)
+    return _launch(_kernels("norm").gated_residual, *args)
+
+
 def _residual_norm_modulate_cuda(residual, y, gate_table, weight, scale_table, shift_table, index, eps):
     args = (residual, y, gate_table, weight, scale_table, shift_table, index)
     if not _residual_served(*args):
@@ -422,6 +451,14 @@ norm_modulate_quantize = _register(
     _norm_modulate_quantize_cuda,
     _norm_modulate_quantize_fake,
     "norm_modulate_quantize_kernel",
+)
+gated_residual = _register(
+    "gated_residual",
+    "(Tensor residual, Tensor y, Tensor gate_table, Tensor index) -> Tensor",
+    gated_residual_definition,
+    _gated_residual_cuda,
+    _gated_residual_fake,
+    "gated_residual_kernel",
 )
 residual_norm_modulate = _register(
     "residual_norm_modulate",

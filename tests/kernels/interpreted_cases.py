@@ -89,6 +89,8 @@ def test_norm_residual(shape, **kind):
     args = norm_inputs(shape, **kind)
     hidden, normed = cuda_order.residual_norm_modulate(*args, 1e-6)
     assert differing(norm.residual_norm_modulate(*args, 1e-6), (hidden, normed)) == 0
+    residual, y, gate, *_, index = args
+    assert differing(norm.gated_residual(residual, y, gate, index), hidden) == 0
     quantized = norm.residual_norm_modulate_quantize(*args, 1e-6)
     assert differing(quantized, (hidden, *cuda_order.quantize_rows(normed))) == 0
 

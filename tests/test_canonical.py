@@ -1,0 +1,255 @@
+"""Canonicalization gives a graph one spelling and keeps its bits: what goes in and what comes out, side by side."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from h3opt.canonical import canonicalize, mutating_node
+from h3opt.capture import trace
+from h3opt.kernels import ops
+from h3opt.quality import bits_equal
+
+aten = torch.ops.aten
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+Y = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+
+
+def listing(graph: GraphModule) -> list[str]:
+    """One line per operator: ``mul.Tensor(x_1, 2.0)``."""
+    lines = []
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            name = node.target.__name__
+            words = [str(one) for one in node.args] + [f"{key}={one}" for key, one in node.kwargs.items()]
+            lines.append(f"{name}({', '.join(words)})")
+    return lines
+
+
+def before_and_after(function: Callable[..., Any], *args: torch.Tensor) -> tuple[list[str], list[str]]:
+    """Listings of a function's graph before and after; checks on the way that the bits are the same."""
+    graph = trace(function, args)
+    before = listing(graph)
+    expected = flat(graph(*args))
+    canonicalize(graph)
+    graph.graph.lint()
+    found = flat(graph(*args))
+    assert all(bits_equal(left, right) for left, right in zip(expected, found, strict=True))
+    return before, listing(graph)
+
+
+def flat(result: Any) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else [one for item in result for one in flat(item)]
+
+
+# --- work that does nothing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("idle", "line"),
+    [
+        (lambda x: aten.dropout(x, 0.0, True), "dropout.default(x_1, 0.0, True)"),
+        (lambda x: aten.dropout(x, 0.5, False), "dropout.default(x_1, 0.5, False)"),
+        (lambda x: aten.to.dtype(x, torch.float32), "to.dtype(x_1, torch.float32)"),
+        (lambda x: aten.type_as(x, x), "type_as.default(x_1, x_1)"),
+        (lambda x: aten.view(x, [3, 8]), "view.default(x_1, [3, 8])"),
+        (lambda x: aten.reshape(x, [3, 8]), "reshape.default(x_1, [3, 8])"),
+        (lambda x: aten.expand(x, [3, 8]), "expand.default(x_1, [3, 8])"),
+        (lambda x: aten.alias(x), "alias.default(x_1)"),
+        (lambda x: aten.detach(x), "detach.default(x_1)"),
+        (lambda x: aten.slice.Tensor(x, 1, 0, 8), "slice.Tensor(x_1, 1, 0, 8)"),
+    ],
+    ids=lambda one: one.split("(")[0] if isinstance(one, str) else "",
+)
+def test_idle_operators_are_dropped(idle, line):
+    before, after = before_and_after(lambda x: idle(x) * 2.0, X)
+    assert before[0] == line
+    assert after == ["mul.Tensor(x_1, 2.0)"]
+
+
+@pytest.mark.parametrize(
+    "busy",
+    [
+        lambda x: aten.to.dtype(x, torch.bfloat16),
+        lambda x: aten.to.dtype(x, torch.float32, False, True),  # a copy was asked for
+        lambda x: aten.type_as(x, x.to(torch.float16)),
+        lambda x: aten.view(x, [8, 3]),
+        lambda x: aten.expand(aten.slice.Tensor(x, 0, 0, 1), [3, 8]),
+        lambda x: aten.slice.Tensor(x, 1, 0, 7),
+        lambda x: aten.slice.Tensor(x, 1, 0, 8, 2),
+        lambda x: aten.slice.Tensor(x, 1, 1, 8),
+    ],
+    ids=["cast", "copy", "cast_like_another", "reshape", "broadcast", "shorter", "every_second", "later"],
+)
+def test_operators_that_do_something_stay(busy):
+    before, after = before_and_after(lambda x: busy(x) * 2.0, X)
+    assert len(after) == len(before)
+
+
+def test_dropout_that_draws_stays():
+    graph = canonicalize(trace(lambda x: aten.dropout(x, 0.5, True) * 2.0, (X,)))
+    assert listing(graph)[0] == "dropout.default(x_1, 0.5, True)"
+
+
+def test_dead_code_goes():
+    before, after = before_and_after(lambda x, y: (x * y, x + 1.0)[0], X, Y)
+    assert before == ["mul.Tensor(x_1, y_1)", "add.Tensor(x_1, 1.0)"]
+    assert after == ["mul.Tensor(x_1, y_1)"]
+
+
+# --- one name and one form -------------------------------------------------------------------------------------
+
+
+def test_keyword_arguments_go_to_their_positions():
+    before, after = before_and_after(lambda x: aten.rms_norm(x, normalized_shape=[8], weight=None, eps=1e-5), X)
+    assert before == ["rms_norm.default(x_1, [8], None, 1e-05)"] or "normalized_shape" in before[0]
+    assert after == ["rms_norm.default(x_1, [8], None, 1e-05)"]
+
+
+def test_trailing_defaults_are_cut():
+    graph = trace(lambda x: aten.add.Tensor(x, x), (X,))
+    (node,) = [one for one in graph.graph.nodes if one.op == "call_function"]
+    node.kwargs = {"alpha": 1}
+    assert listing(graph) == ["add.Tensor(x_1, x_1, alpha=1)"]
+    assert listing(canonicalize(graph)) == ["add.Tensor(x_1, x_1)"]
+
+
+def test_keyword_arguments_that_are_not_the_default_stay():
+    before, after = before_and_after(lambda x, y: torch.add(x, y, alpha=2), X, Y)
+    assert before == after == ["add.Tensor(x_1, y_1, alpha=2)"]
+
+
+def test_python_operators_and_scalar_overloads_become_the_tensor_overload():
+    graph = trace(lambda x, y: (x + y) * 2.0, (X, Y))
+    add, mul = [one for one in graph.graph.nodes if one.op == "call_function"]
+    add.target, mul.target = operator.add, aten.mul.Scalar
+    assert listing(canonicalize(graph)) == ["add.Tensor(x_1, y_1)", "mul.Tensor(add, 2.0)"]
+
+
+def test_transpose_becomes_permute():
+    before, after = before_and_after(lambda x: aten.transpose.int(x, -1, 0) * 2.0, X)
+    assert before[0] == "transpose.int(x_1, -1, 0)"
+    assert after[0] == "permute.default(x_1, [1, 0])"
+
+
+HALVES = ["slice.Tensor(x_1, 1, 0, 4)", "slice.Tensor(x_1, 1, 4, 8)", "mul.Tensor({0}, {1})"]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda x: x.chunk(2, -1),
+        lambda x: x.split(4, 1),
+        lambda x: aten.split_with_sizes(x, [4, 4], 1),
+        lambda x: (x[:, :4], x[:, 4:]),
+        lambda x: (x[..., :-4], x[..., -4:]),
+        lambda x: (x.narrow(1, 0, 4), x.narrow(-1, 4, 4)),
+    ],
+    ids=["chunk", "split", "split_with_sizes", "slices", "slices_from_the_end", "narrow"],
+)
+def test_every_way_to_take_halves_is_one_way(parts):
+    def model(x: torch.Tensor) -> torch.Tensor:
+        first, second = parts(x)
+        return first * second
+
+    _, after = before_and_after(model, X)
+    assert [line.split("(")[0] for line in after] == ["slice.Tensor", "slice.Tensor", "mul.Tensor"]
+    assert after[:2] == HALVES[:2]
+
+
+def test_parts_of_unequal_size_keep_their_bounds():
+    _, after = before_and_after(lambda x: x.chunk(3, -1), X)
+    assert after == [
+        "slice.Tensor(x_1, 1, 0, 3)",
+        "slice.Tensor(x_1, 1, 3, 6)",
+        "slice.Tensor(x_1, 1, 6, 8)",
+    ]
+
+
+def test_a_slice_past_the_end_is_as_long_as_the_tensor_allows():
+    _, after = before_and_after(lambda x: aten.slice.Tensor(x, 1, 4, 100), X)
+    assert after == ["slice.Tensor(x_1, 1, 4, 8)"]
+
+
+def test_a_slice_with_a_step_keeps_it():
+    _, after = before_and_after(lambda x: aten.slice.Tensor(x, -1, 1, 7, 2), X)
+    assert after == ["slice.Tensor(x_1, 1, 1, 7, 2)"]
+
+
+def test_cat_counts_its_dimension_from_the_front():
+    _, after = before_and_after(lambda x, y: torch.cat((x, y), -1), X, Y)
+    assert after == ["cat.default([x_1, y_1], 1)"]
+
+
+# --- equal nodes -----------------------------------------------------------------------------------------------
+
+
+def test_equal_quantizes_are_merged():
+    def model(x):
+        first, second = ops.quantize_rows(x), ops.quantize_rows(x)
+        return first[0].float() * first[1], second[0].float() * second[1]
+
+    before, after = before_and_after(model, X)
+    assert sum(line.startswith("quantize_rows") for line in before) == 2
+    assert sum(line.startswith("quantize_rows") for line in after) == 1
+    assert len(after) == 5  # the quantize, its two results, a cast and a product
+
+
+def test_equal_chains_are_merged_from_the_root():
+    before, after = before_and_after(lambda x, y: (torch.sin(x * y) + 1.0, torch.sin(x * y) + 2.0), X, Y)
+    assert len(before) == 6
+    assert after == ["mul.Tensor(x_1, y_1)", "sin.default(mul)", "add.Tensor(sin, 1.0)", "add.Tensor(sin, 2.0)"]
+
+
+def test_random_operators_are_not_merged():
+    graph = canonicalize(trace(lambda x: (torch.rand_like(x), torch.rand_like(x)), (X,)))
+    assert sum("rand_like" in line for line in listing(graph)) == 2
+    graph = canonicalize(trace(lambda x: (aten.dropout(x, 0.5, True), aten.dropout(x, 0.5, True)), (X,)))
+    assert len(listing(graph)) == 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(0.0, -0.0), (1, True), (1, 1.0), (0, False), (float("inf"), float("-inf"))],
+    ids=str,
+)
+def test_literals_that_are_equal_to_python_only_are_not_merged(one, other):
+    _, after = before_and_after(lambda x: (aten.mul.Tensor(x, one), aten.mul.Tensor(x, other)), X)
+    assert len(after) == 2
+
+
+def test_equal_literals_are_merged():
+    _, after = before_and_after(lambda x: (x * -0.0, x * -0.0, x * 1, x * 1), X)
+    assert after == ["mul.Tensor(x_1, -0.0)", "mul.Tensor(x_1, 1)"]
+
+
+def test_literals_of_other_types_in_lists_are_not_merged():
+    _, after = before_and_after(lambda x: (aten.full([2], 1), aten.full([2], 1.0), aten.full([2], True)), X)
+    assert len(after) == 3
+
+
+# --- writes ----------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_that_writes_to_a_tensor_is_left_as_it_is():
+    def model(x):
+        y = x * 2.0
+        first = aten.dropout(y, 0.0, False) + 1.0
+        y.add_(1.0)
+        return first, y + 1.0, x * 2.0
+
+    graph = trace(model, (X,))
+    assert mutating_node(graph) is not None
+    before = listing(graph)
+    expected = flat(graph(X))
+    assert listing(canonicalize(graph)) == before
+    assert all(bits_equal(left, right) for left, right in zip(expected, flat(graph(X)), strict=True))
+
+
+def test_a_graph_that_writes_nowhere_has_no_mutating_node():
+    assert mutating_node(trace(lambda x: x * 2.0, (X,))) is None
