@@ -22,7 +22,7 @@ import torch
 from h3opt.device import Device
 from h3opt.errors import DeviceError
 from h3opt.kernels import kernel_names
-from h3opt.protocol import Pass
+from h3opt.protocol import Pass, Yes
 from h3opt.quality import bits_equal
 from h3opt.session import Session, prepare
 from h3opt.verification import versions
@@ -165,7 +165,8 @@ def bench_transformer(
     device = next(transformer.parameters()).device
     if device.type != "cuda":
         raise DeviceError("bench times GPU work. Move the transformer to a CUDA device.")
-    session, chosen = prepare(transformer, passes, profile)
+    session, asked = prepare(transformer, passes, profile)
+    chosen = [one for one in asked if isinstance(one.applies(session.device, session.view), Yes)]
     bench = _Bench(transformer, inputs, session, forwards)
     plan: list[tuple[Arm, Callable[[ExitStack], Callable[[], Any]]]] = [(Arm("eager"), bench.eager)]
     plan += [(Arm(peer), getattr(bench, peer.split()[0])) for peer in peers]

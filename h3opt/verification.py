@@ -76,8 +76,8 @@ class Difference:
             max(one.video_differing for one in all_of),
             max(one.audio_differing for one in all_of),
             max((one.lpips for one in all_of), key=lambda lpips: math.inf if math.isnan(lpips) else lpips),
-            min(one.psnr_db for one in all_of),
-            min(one.audio_snr_db for one in all_of),
+            min((one.psnr_db for one in all_of), key=_nan_lowest),
+            min((one.audio_snr_db for one in all_of), key=_nan_lowest),
         )
 
     def __str__(self) -> str:
@@ -339,9 +339,13 @@ def _holds(promise: Promise, difference: Difference, floor: Difference | None) -
             floor is not None and difference.lpips <= floor.lpips and difference.audio_snr_db >= floor.audio_snr_db
         )
     assert isinstance(promise, Perceptual)
-    return difference.lpips <= promise.lpips and (
-        promise.audio_snr_db is None or difference.audio_snr_db >= promise.audio_snr_db
-    )
+    if promise.audio_snr_db is None:  # it says that it does not touch sound
+        return difference.lpips <= promise.lpips and difference.audio_differing == 0
+    return difference.lpips <= promise.lpips and difference.audio_snr_db >= promise.audio_snr_db
+
+
+def _nan_lowest(decibels: float) -> float:
+    return -math.inf if math.isnan(decibels) else decibels
 
 
 def _worst(reference: list[Media], candidate: list[Media]) -> Difference:

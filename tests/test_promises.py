@@ -62,9 +62,10 @@ def test_rounding_stays_within_the_noise_floor(difference, floor, held):
     ("promise", "difference", "held"),
     [
         (Perceptual(0.05), SAME, True),
-        (Perceptual(0.05), CLOSE, True),
-        (Perceptual(0.05), FAR, False),
-        (Perceptual(0.5), FAR, True),
+        (Perceptual(0.05), dataclasses.replace(CLOSE, audio_differing=0), True),
+        (Perceptual(0.05), dataclasses.replace(FAR, audio_differing=0), False),
+        (Perceptual(0.05), CLOSE, False),  # no limit on sound: it says that it does not touch sound
+        (Perceptual(0.5, audio_snr_db=5.0), FAR, True),
         (Perceptual(0.5, audio_snr_db=10.0), FAR, False),
         (Perceptual(0.05, audio_snr_db=60.0), CLOSE, True),
         (Perceptual(0.05, audio_snr_db=60.1), CLOSE, False),
