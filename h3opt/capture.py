@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -160,6 +161,18 @@ class _Entry:
             raise ours from None
 
 
+class _Held:
+    """Calls a captured graph that its region holds."""
+
+    def __init__(self, captured: CapturedGraph) -> None:
+        self._captured = weakref.ref(captured)
+
+    def __call__(self, *args: Any) -> Any:
+        captured = self._captured()
+        assert captured is not None
+        return captured(*args)
+
+
 def _own_code_object(region: Region, planner: Planner) -> Callable[..., Any]:
     """A compiled caller whose code object belongs to this region alone.
 
@@ -170,10 +183,15 @@ def _own_code_object(region: Region, planner: Planner) -> Callable[..., Any]:
     def call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return private.module_call(module, args, kwargs)
 
-    def backend(graph: GraphModule, example_inputs: list[Any]) -> CapturedGraph:
+    # Dynamo keeps backends, and what they return, in places that outlive a pipeline: they must not keep it alive.
+    owner, decides = weakref.ref(region), weakref.ref(planner)
+
+    def backend(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        region, planner = owner(), decides()
+        assert region is not None and planner is not None  # both are held by whoever is calling
         captured = CapturedGraph(region, retrace(graph), example_inputs, planner)
         region.captured.append(captured)
-        return captured
+        return _Held(captured)
 
     name = f"h3opt_{region.name.replace('.', '_')}"
     own = types.FunctionType(call.__code__.replace(co_name=name), call.__globals__, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Faster MiniMax-H3, with proof."
 )
-console = Console(highlight=False)
-errors = Console(stderr=True, highlight=False)
+console = Console(highlight=False, markup=False, emoji=False)  # [brackets] in paths and messages are themselves
+errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 Json = Annotated[Path | None, typer.Option(help="Write the result as JSON; - for standard output alone.")]
 Model = Annotated[Path | None, typer.Option(help="A pipeline directory; the tiny reference if left out.")]
@@ -35,7 +36,7 @@ Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 DeviceName = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …")]
 Height = Annotated[int, typer.Option(help="Pixels, a multiple of 32.")]
 Width = Annotated[int, typer.Option(help="Pixels, a multiple of 32.")]
-Frames = Annotated[int, typer.Option(help="17 n + 5, at least 124.")]
+Frames = Annotated[int, typer.Option(help="17 n + 5, from 124 to 345.")]
 Steps = Annotated[int, typer.Option(help="Points of the schedule; one forward fewer.")]
 Seed = Annotated[int, typer.Option(help="Of the initial noise.")]
 
@@ -44,20 +45,20 @@ def main() -> None:
     """Entry point: run a command; errors of ours become one line and exit code 2."""
     try:
         with _quiet():
-            app(standalone_mode=False)
+            code = app(standalone_mode=False)  # what typer.Exit was raised with, else None
     except H3OptError as error:
         errors.print("error: " + " ".join([str(error), *getattr(error, "__notes__", [])]), style="red", soft_wrap=True)
         sys.exit(2)
-    except typer.Exit as stop:
-        sys.exit(stop.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         errors.print("interrupted")
         sys.exit(130)
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # click's usage errors
-            errors.print(f"error: {error.format_message()}", style="red")
+            if message := error.format_message():  # without arguments the help is all there is to say
+                errors.print(f"error: {message}", style="red", soft_wrap=True)
             sys.exit(error.exit_code)
         raise
+    sys.exit(code or 0)
 
 
 @app.command()
@@ -73,16 +74,19 @@ def demo(
     from h3opt.demo import run_demo, write_json
 
     settings = _settings(prompt=prompt)
-    _say("The reference pipeline is the unmodified one with tiny random weights: it draws noise, and a CPU's seconds")
-    _say(f'say nothing about a GPU. What counts is the comparison. Prompt: "{settings.prompt}"\n')
+    options: dict[str, Any] = {"dtype": _dtype(dtype), "device": _device(device), "profile": profile}
+    if json is not None and out not in json.parents:
+        _check_places(json)
+    if not _is_stdout(json):
+        _say("The reference pipeline is the unmodified one with tiny random weights: it draws noise, and the seconds")
+        _say(f'of a CPU say nothing about a GPU. What counts is the comparison. Prompt: "{settings.prompt}"\n')
     with _progress(json) as progress:
-        verdict = run_demo(
-            out, dtype=_dtype(dtype), profile=profile, device=device, settings=settings, progress=progress
-        )
+        verdict = run_demo(out, settings=settings, progress=progress, **options)
     _show_verdict(verdict, json)
-    _say(f"\nwrote {out}/reference.mp4, optimized.mp4, frames.png, report.json")
-    if json is not None and str(json) != "-":
-        write_json(json, verdict.to_dict())
+    if not _is_stdout(json):
+        _say(f"\nwrote {out}/reference.mp4, optimized.mp4, frames.png, report.json")
+        if json is not None:
+            write_json(json, verdict.to_dict())
     raise typer.Exit(0 if verdict.held else 1)
 
 
@@ -111,8 +115,10 @@ def run(
     from h3opt.tables import report_table
 
     settings = _settings(prompt, height, width, frames, steps, seed)
+    names = [] if no_passes else _names(passes)
+    _check_places(out, json)
     pipe = load_pipeline(model, _dtype(dtype), _device(device))
-    opt = optimize(pipe, passes=[] if no_passes else _names(passes), profile=profile)
+    opt = optimize(pipe, passes=names, profile=profile)
     media = generate(pipe, settings)
     write_mp4(out, media.video, media.audio, media.sampling_rate)
     report = opt.report
@@ -148,13 +154,15 @@ def verify(
 
     settings = _settings(None, height, width, frames, steps, seed)
     texts = [*(prompt or []), *(_read_prompts(prompts) if prompts is not None else [])]
+    names = _names(passes)
+    _check_places(json)
     if model is not None:
         pipe: Any = load_pipeline(model, _dtype(dtype), _device(device))
     else:
         pipe = tiny_pipeline(dtype=_dtype(dtype), device=_device(device))
     with _progress(json) as progress:
         verdict = verify_pipeline(
-            pipe, texts or None, passes=_names(passes), profile=profile, settings=settings, progress=progress
+            pipe, texts or None, passes=names, profile=profile, settings=settings, progress=progress
         )
     _show_verdict(verdict, json)
     if json is not None and not _is_stdout(json):
@@ -178,10 +186,19 @@ def bench(
     """Time the transformer at its real geometry with random weights on a CUDA device: peers, then pass by pass."""
     from h3opt.bench import bench_transformer
     from h3opt.demo import write_json
+    from h3opt.errors import DeviceError
     from h3opt.profiles import detect_profile, load_profile
-    from h3opt.reference import full_inputs, full_transformer
+    from h3opt.reference import full_inputs, full_transformer, parse_canvas
 
-    _device(device)
+    try:
+        parse_canvas(canvas)
+    except ValueError as error:
+        raise PipelineError(f"--canvas: {error}.") from error
+    if layers < 1 or rounds < 1:
+        raise PipelineError("bench needs a layer and a round. Use --layers 4 --rounds 3.")
+    _check_places(json)
+    if _device(device).startswith("cpu"):
+        raise DeviceError("bench times GPU work. Use --device cuda.")
     if passes is None:
         found = detect_profile(device)[0] if profile == "auto" else load_profile(profile)
         names = [row.name for row in found.rows_for(None, 1) if row.enabled]
@@ -197,7 +214,7 @@ def bench(
             rounds=rounds,
             cumulative=steps,
             leave_out=leave_out,
-            peers=_names(peers) or [],
+            peers=[peer.strip() for peer in peers.split(",") if peer.strip()],
             profile=profile,
             progress=progress,
         )
@@ -243,7 +260,7 @@ def passes(
     """List all passes."""
     from h3opt.tables import passes_data, passes_markdown, passes_table
 
-    if markdown:
+    if markdown and not _is_stdout(json):
         print(passes_markdown())
     elif not _is_stdout(json):
         console.print(passes_table())
@@ -294,8 +311,9 @@ def _quiet() -> Iterator[None]:
     """Keep other packages' chatter off the screen; warnings of ours stay."""
     from h3opt.errors import H3OptWarning
 
-    logging.getLogger("diffusers").setLevel(logging.CRITICAL)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    for package, level in (("diffusers", "critical"), ("transformers", "error")):
+        os.environ.setdefault(f"{package.upper()}_VERBOSITY", level)  # read when it is imported, later
+        logging.getLogger(package).setLevel(level.upper())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", H3OptWarning)
@@ -320,10 +338,12 @@ def _settings(
             raise PipelineError(
                 f"{name} {value} is not a positive multiple of {multiple}. Try {max(value // 32, 1) * 32}."
             )
-    if frames < 124 or frames % 17 != 5:
-        raise PipelineError(f"{frames} frames cannot be generated. Use 17 n + 5 and at least 124: 124, 141, 158, …")
+    if not 124 <= frames <= 345 or frames % 17 != 5:
+        raise PipelineError(f"{frames} frames cannot be generated. Use 17 n + 5 from 124 to 345: 124, 141, 158, …")
     if steps < 2:
         raise PipelineError(f"{steps} steps are too few. Use at least 2.")
+    if not 0 <= seed < 2**63:
+        raise PipelineError(f"seed {seed} is out of range. Use 0 to 2^63 - 1.")
     text = {} if prompt is None else {"prompt": prompt}
     return GenerationSettings(
         height=height, width=width, num_frames=frames, num_inference_steps=steps, seed=seed, **text
@@ -347,13 +367,18 @@ def _device(name: str) -> str:
 
     try:
         Device.of(torch.device(name))
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         raise DeviceError(f"There is no device {name!r}. Use cpu, cuda or cuda:N.") from error
     return name
 
 
 def _names(passes: str | None) -> list[str] | None:
-    return None if passes is None else [name.strip() for name in passes.split(",") if name.strip()]
+    """Pass names, each known to exist: loading a model first would take minutes."""
+    from h3opt.registry import find_pass
+
+    if passes is None:
+        return None
+    return [find_pass(name.strip()).name for name in passes.split(",") if name.strip()]
 
 
 def _read_prompts(path: Path) -> list[str]:
@@ -370,6 +395,19 @@ def _read_prompts(path: Path) -> list[str]:
 
 def _is_stdout(json: Path | None) -> bool:
     return json is not None and str(json) == "-"
+
+
+def _check_places(*files: Path | None) -> None:
+    """Refuse before the work what could not be written after it."""
+    for file in files:
+        if file is None or _is_stdout(file):
+            continue
+        if os.path.isdir(file):
+            raise PipelineError(f"{file} is a directory. Give a file in it.")
+        if not os.path.isdir(file.parent):
+            raise PipelineError(f"{file} cannot be written: there is no directory {file.parent}. Give another path.")
+        if not os.access(file.parent, os.W_OK):
+            raise PipelineError(f"{file} cannot be written: {file.parent} is read-only. Give another path.")
 
 
 def _write_or_print(path: Path | None, data: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -58,10 +59,11 @@ def write_json(path: Path, data: Mapping[str, Any] | list[Any]) -> None:
     Raises:
         PipelineError: the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.parent / f".{path.name}.{os.getpid()}.partial"
     try:
         partial.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise PipelineError(f"{path} cannot be written: {error.strerror}. Give another path.") from error

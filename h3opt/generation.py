@@ -92,17 +92,17 @@ def load_pipeline(
     """
     directory = Path(directory)
     pipe = _read_index(directory)
-    loaded = {}
+    specs = []
     for name in pipe.pretrained_component_names:
         spec = pipe.get_component_spec(name)
-        folder = directory / (spec.subfolder or name)
+        spec.pretrained_model_name_or_path, spec.subfolder = str(directory), spec.subfolder or name
+        folder = directory / spec.subfolder
         if folder.is_dir():
-            spec.pretrained_model_name_or_path, spec.subfolder = str(directory), spec.subfolder or name
-            loaded[name] = _load_component(spec, folder, dtype)
-            loaded[name]._diffusers_load_id = spec.load_id  # as ComponentSpec.load does
+            _check_files(spec, folder)  # of all components before the first is loaded, which may take minutes
+            specs.append(spec)
         elif name not in _OPTIONAL:
             raise CheckpointError(f"{directory} has no {name}: there is no folder {folder}. {_AGAIN}")
-    pipe.register_components(**loaded)
+    pipe.register_components(**{spec.name: _load_component(spec, directory / spec.subfolder, dtype) for spec in specs})
     return pipe.to(device)
 
 
@@ -112,7 +112,7 @@ _AGAIN = "Save or copy the pipeline again, with all components."
 
 
 def _read_index(directory: Path) -> ModularPipeline:
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise CheckpointError(f"There is no directory {directory}. Give one that diffusers' save_pretrained wrote.")
     index = next((file for name in _INDEXES if (file := directory / name).is_file()), None)
     if index is None:
@@ -134,28 +134,17 @@ _INDEXES = ("modular_model_index.json", "model_index.json")
 
 def _load_component(spec: ComponentSpec, folder: Path, dtype: torch.dtype) -> Any:
     options: dict[str, Any] = {"subfolder": spec.subfolder, "local_files_only": True}
-    is_model = isinstance(spec.type_hint, type) and issubclass(spec.type_hint, torch.nn.Module)
-    if is_model:
-        _check_files(spec.name, folder)
+    if _is_model(spec):
         options |= {"variant": spec.variant, "dtype": dtype, "use_safetensors": True}
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
-    # A tokenizer without its files loads, and knows no word.
-    vocabulary = list(getattr(spec.type_hint, "vocab_files_names", {}).values())
-    if vocabulary and not any((folder / file).is_file() for file in vocabulary):
-        raise CheckpointError(f"{spec.name}: {folder} holds none of {', '.join(vocabulary)}. {_AGAIN}")
     try:
         found = spec.type_hint.from_pretrained(spec.pretrained_model_name_or_path, **options)
     except Exception as error:  # diffusers, transformers, safetensors, tokenizers and json each raise their own
         raise CheckpointError(f"{spec.name}: {folder} cannot be loaded: {_first_line(error)} {_AGAIN}") from error
-    if not is_model:
-        return found
-    model, info = found
-    shapes = {key: f"{key} {list(one)}, not {list(own)}" for key, one, own in info["mismatched_keys"]}
-    for what, keys in (
-        ("lack", info["missing_keys"]),
-        ("have what the model does not", info["unexpected_keys"]),
-        ("have other shapes than the model", shapes.values()),
-    ):
+    model, info = found if _is_model(spec) else (found, dict.fromkeys(_KEYS, ()))
+    model._diffusers_load_id = spec.load_id  # as ComponentSpec.load does
+    for kind, what in _KEYS.items():
+        keys = [f"{key[0]} {list(key[1])}, not {list(key[2])}" if isinstance(key, tuple) else key for key in info[kind]]
         if keys:
             first, more = min(keys), f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             raise CheckpointError(
@@ -164,8 +153,25 @@ def _load_component(spec: ComponentSpec, folder: Path, dtype: torch.dtype) -> An
     return model
 
 
-def _check_files(name: str, folder: Path) -> None:
+_KEYS = {
+    "missing_keys": "lack",
+    "unexpected_keys": "have what the model does not",
+    "mismatched_keys": "have other shapes than the model",
+}
+
+
+def _is_model(spec: ComponentSpec) -> bool:
+    return isinstance(spec.type_hint, type) and issubclass(spec.type_hint, torch.nn.Module)
+
+
+def _check_files(spec: ComponentSpec, folder: Path) -> None:
     """Refuse weights that are incomplete, by file, and weights that are pickled: opening those runs code."""
+    name = spec.name
+    if not _is_model(spec):  # a tokenizer without its files loads, and knows no word
+        words = list(getattr(spec.type_hint, "vocab_files_names", {}).values())
+        if words and not any((folder / file).is_file() for file in words):
+            raise CheckpointError(f"{name}: {folder} holds none of {', '.join(words)}. {_AGAIN}")
+        return
     files = set(folder.glob("*.safetensors"))
     if not files:
         pickled = sorted(file for kind in ("bin", "pt", "pth", "ckpt") for file in folder.glob(f"*.{kind}"))

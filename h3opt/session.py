@@ -22,7 +22,13 @@ from h3opt.protocol import FormatPass, GraphFacts, GraphPass, No, Pass, Schedule
 from h3opt.registry import in_order, make_pass
 from h3opt.report import PassReport, Report
 
-_active: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKeyDictionary()
+# By component. A session refers to its components, so holding it here would keep a dropped pipeline for ever.
+_active: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+
+
+def _session_of(module: torch.nn.Module) -> Session | None:
+    held = _active.get(module)
+    return held() if held is not None else None
 
 
 def optimize(
@@ -123,7 +129,7 @@ def displaced(view: PipelineView, always_back: bool = False) -> Iterator[None]:
     Raises:
         PipelineError: a component belongs to another optimized pipeline.
     """
-    earlier = {session for module in view.modules if (session := _active.get(module)) is not None}
+    earlier = {session for module in view.modules if (session := _session_of(module)) is not None}
     for session in earlier:
         if session.view.pipe is not None and session.view.pipe is not view.pipe:
             raise PipelineError(
@@ -208,7 +214,7 @@ class Session:
                 self._undo_capture.callback(region.install(self))
             self.installed = True
             for module in self.view.modules:
-                _active[module] = self
+                _active[module] = weakref.ref(self)
         except BaseException:
             self.uninstall()
             raise
@@ -229,7 +235,7 @@ class Session:
         self._undo_modules.close()
         self.installed = False
         for module in self.view.modules:
-            if _active.get(module) is self:
+            if _session_of(module) is self:
                 del _active[module]
 
     @property

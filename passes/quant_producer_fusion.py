@@ -89,9 +89,15 @@ class QuantProducerFusion(GraphPass):
 
     def expect(self, facts: GraphFacts) -> int | None:
         """Every quantize but that of the attention output, whose producer is a library call."""
+        if not facts.holds:
+            return None
         quantizes = facts.operators.get(ops.quantize_rows, 0)
-        attentions = facts.operators.get(torch.ops.aten.scaled_dot_product_attention.default, 0)
-        return max(quantizes - attentions, 0) if facts.holds else None
+        format_options = one.options() if (one := facts.find("fp8_linear")) is not None else {}
+        blocks = facts.holds.get("transformer.block", 0)
+        if facts.region == "transformer":
+            blocks -= format_options.get("keep_first", 0) + format_options.get("keep_last", 0)
+        from_attention = blocks if "attn.to_out.0" in format_options.get("layers", ()) else 0
+        return max(quantizes - from_attention, 0)
 
     def example(self, draw: Draw) -> Example:
         def model(x, weight, scale, shift, index):

@@ -1,0 +1,509 @@
+"""The command line as a user meets it: exit codes, what stands on which stream, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from h3opt import cli
+from h3opt.profiles import list_profiles, parse_profile
+from h3opt.promises import Exact
+from h3opt.reference import save_tiny
+from h3opt.registry import find_pass, list_passes
+from h3opt.report import PassReport
+from h3opt.tables import passes_markdown
+
+PASSES = [one.name for one in list_passes()]
+SMALL = ("--height", "64", "--width", "96", "--steps", "2")
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def h3opt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """``h3opt(*arguments)``: what the installed command does."""
+    monkeypatch.setenv("COLUMNS", "240")
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["h3opt", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert isinstance(stopped.value.code, int) and "Traceback" not in out + err
+        return Result(stopped.value.code, out, err)
+
+    return run
+
+
+@pytest.fixture
+def refusal(h3opt: Run) -> Callable[..., str]:
+    """``refusal(*arguments)``: the one line that a call with exit code 2 writes, on standard error."""
+
+    def run(*arguments: object) -> str:
+        result = h3opt(*arguments)
+        lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
+        assert (result.code, result.out, len(lines)) == (2, "", 1), result
+        assert result.err.rstrip().endswith(lines[0])
+        return lines[0]
+
+    return run
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model may be built or loaded: what is wrong is found before the work."""
+
+    def work(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model was loaded or built")
+
+    for place in ("generation.load_pipeline", "reference.tiny_pipeline", "demo.tiny_pipeline"):
+        monkeypatch.setattr(f"h3opt.{place}", work)
+    monkeypatch.setattr("h3opt.reference.full_transformer", work)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny pipeline on disk; never written to."""
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def profile(path: Path, rows: str) -> Path:
+    path.write_text(f"name: mine\ndevice: {{type: cpu}}\npasses:\n{rows}")
+    return path
+
+
+def check_clip(path: Path, frames: int = 124, size: tuple[int, int] = (96, 64)) -> None:
+    """An mp4 that a player can play: so many frames of that size, and stereo sound as long as the picture."""
+    import av
+
+    with av.open(str(path)) as container:
+        (picture,), (sound,) = container.streams.video, container.streams.audio
+        assert (picture.width, picture.height, picture.average_rate) == (*size, 24)
+        assert sound.codec_context.channels == 2
+        decoded = list(container.decode(video=0))
+        assert len(decoded) == frames and all((frame.width, frame.height) == size for frame in decoded)
+    with av.open(str(path)) as container:
+        seconds = sum(frame.samples / frame.sample_rate for frame in container.decode(audio=0))
+        assert abs(seconds - frames / 24) < 0.1
+
+
+# ----------------------------------------------------------------------------------------------------- wrong names
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("explain", "norm_modulat"),
+        ("verify", "--passes", "fused_swiglu,norm_modulat"),
+        ("run", "--model", "/none", "--prompt", "x", "--passes", "norm_modulat"),
+    ],
+)
+def test_an_unknown_pass_brings_the_nearest(arguments: tuple[str, ...], refusal: Callable[..., str]) -> None:
+    message = refusal(*arguments)
+    assert "There is no pass called 'norm_modulat' (did you mean 'norm_modulate'?)." in message
+    assert "`h3opt passes`" in message
+
+
+def test_an_unknown_command_or_option_is_named(refusal: Callable[..., str]) -> None:
+    assert "'explian'" in refusal("explian")
+    assert "--markdwn" in refusal("passes", "--markdwn")
+    assert "PASS" in refusal("explain")
+    assert "--prompt" in refusal("run", "--model", "x")
+    assert "--height" in refusal("verify", "--height", "tall")
+
+
+def test_text_in_brackets_is_shown_as_it_is(refusal: Callable[..., str]) -> None:
+    assert "'[/red]'" in refusal("explain", "[/red]")
+    assert "[bold]:key:[/x]" in refusal("profiles", "[bold]:key:[/x].yaml")
+    assert "[/x]" in refusal("passes", "--[/x]")
+
+
+def test_without_arguments_the_help_is_shown(h3opt: Run) -> None:
+    for arguments, code in (((), 2), (("--help",), 0)):
+        result = h3opt(*arguments)
+        assert result.code == code and "error" not in result.err
+        for command in ("demo", "run", "verify", "explain", "passes", "profiles"):
+            assert command in result.out + result.err
+
+
+# -------------------------------------------------------------------------------------------------------- profiles
+
+
+def test_an_unknown_profile_brings_the_nearest(refusal: Callable[..., str]) -> None:
+    assert "There is no profile 'h20' (did you mean 'h200'?)." in refusal("profiles", "h20")
+    assert "'h20'" in refusal("verify", "--profile", "h20")
+
+
+@pytest.mark.parametrize("command", ["profiles", "verify --profile", "demo --json - --profile"])
+def test_a_profile_that_does_not_exist_is_named(
+    command: str, tmp_path: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "none.yaml"
+    assert f"{file}: there is no such file." in refusal(*command.split(), file)
+
+
+def test_a_bad_field_is_named_by_file_and_line(tmp_path: Path, refusal: Callable[..., str]) -> None:
+    file = profile(tmp_path / "mine.yaml", "  - pass: fp8_linear\n    enabledd: true\n")
+    for arguments in (("profiles", file), ("verify", "--profile", file)):
+        message = refusal(*arguments)
+        assert f"{file}:5: passes[0].enabledd: " in message and "'enabled'" in message
+
+
+def test_an_unknown_pass_in_a_profile_is_named_by_file_and_line(tmp_path: Path, refusal: Callable[..., str]) -> None:
+    file = profile(tmp_path / "mine.yaml", "  - pass: fp8_linear\n  - pass: fused_swigl\n")
+    message = refusal("verify", "--profile", file)
+    assert f"{file}:5: passes[1].pass: There is no pass called 'fused_swigl' (did you mean 'fused_swiglu'?)" in message
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ("{keep_frist: 1}", "no option 'keep_frist' (did you mean 'keep_first'?)"),
+        ("{keep_first: -1}", "must not be negative"),
+        ("{keep_first: many}", "refuses its options"),
+        ("{layers: [attn.to_v, attn.to_w]}", "'attn.to_w'"),
+    ],
+)
+def test_a_bad_option_in_a_profile_is_named_by_file_and_line(
+    options: str, says: str, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    file = profile(tmp_path / "mine.yaml", f"  - pass: fp8_linear\n    options: {options}\n")
+    message = refusal("verify", "--profile", file)
+    assert f"{file}:5: passes[0].options: " in message and says in message
+
+
+# ---------------------------------------------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize(
+    "arguments", [("run", "--prompt", "x", "--out", "{tmp}/c.mp4"), ("verify",), ("explain", "tile_batch")]
+)
+def test_a_missing_model_directory_is_named(arguments: tuple[str, ...], tmp_path: Path, h3opt: Run) -> None:
+    result = h3opt(*(one.format(tmp=tmp_path) for one in arguments), "--model", tmp_path / "none")
+    assert result.code == 2
+    assert result.err.startswith(f"error: There is no directory {tmp_path / 'none'}.")
+
+
+def test_truncated_weights_are_named_by_file(saved: Path, tmp_path: Path, refusal: Callable[..., str]) -> None:
+    copy = Path(shutil.copytree(saved, tmp_path / "copy"))
+    file = copy / "transformer/diffusion_pytorch_model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+    message = refusal("run", "--model", copy, "--prompt", "x", "--out", tmp_path / "c.mp4")
+    assert message.startswith(f"error: transformer: {file} cannot be read: ")
+    assert not (tmp_path / "c.mp4").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_an_empty_prompt_is_refused(prompt: str, refusal: Callable[..., str]) -> None:
+    assert "prompt is empty" in refusal("run", "--model", "x", "--prompt", prompt)
+    assert "prompt is empty" in refusal("demo", "--prompt", prompt)
+
+
+def test_an_empty_prompt_to_verify_with_is_refused(refusal: Callable[..., str]) -> None:
+    assert "no prompt" in refusal("verify", "--prompt", "a cat", "--prompt", " ")
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize(
+    "option, value, says",
+    [
+        ("--height", 63, "height 63 is not a positive multiple of 32. Try 32."),
+        ("--height", 0, "height 0"),
+        ("--width", -32, "width -32"),
+        ("--width", 100, "Try 96."),
+        ("--frames", 0, "0 frames"),
+        ("--frames", 107, "from 124 to 345"),
+        ("--frames", 125, "125 frames"),
+        ("--frames", 362, "from 124 to 345"),
+        ("--steps", 1, "1 steps are too few. Use at least 2."),
+        ("--seed", -1, "seed -1 is out of range"),
+        ("--seed", 2**63, "is out of range"),
+        ("--dtype", "float8", "dtype 'float8' is not known. Use bfloat16, float16 or float32."),
+        ("--device", "gpu", "There is no device 'gpu'. Use cpu, cuda or cuda:N."),
+        ("--device", "meta", "'meta'"),
+        ("--device", "", "There is no device ''"),
+    ],
+)
+def test_a_bad_value_is_refused_with_what_to_use(
+    option: str, value: object, says: str, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    rest = ("--out", tmp_path / "c.mp4", option, value)
+    assert says in refusal("run", "--model", tmp_path, "--prompt", "x", *rest)
+    assert says in refusal("verify", option, value)
+    if option in ("--dtype", "--device"):
+        assert says in refusal("demo", "--out", tmp_path / "out", option, value)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_cuda_device_that_is_not_there_is_refused(
+    refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "CUDA is not available" in refusal("verify", "--device", "cuda")
+    assert "CUDA is not available" in refusal("bench")
+
+    def names(device: torch.device) -> str:
+        raise AssertionError("Invalid device id")  # as torch does
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", names)
+    assert "There is no device 'cuda:99'" in refusal("verify", "--device", "cuda:99")
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize(
+    "option, value, says",
+    [("--canvas", "wide", "'wide'"), ("--canvas", "63x96x124", "63x96"), ("--layers", 0, "--layers 4"),
+     ("--rounds", 0, "--rounds 3"), ("--device", "cpu", "Use --device cuda."), ("--json", "/none/b.json", "/none")],
+)  # fmt: skip
+def test_bench_refuses_before_it_builds_a_model(
+    option: str, value: object, says: str, refusal: Callable[..., str]
+) -> None:
+    assert says in refusal("bench", option, value)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_prompts_file_that_cannot_be_used_is_named(tmp_path: Path, refusal: Callable[..., str]) -> None:
+    (tmp_path / "empty").write_text(" \n\n")
+    (tmp_path / "binary").write_bytes(b"\x89PNG\xff\xfe\x00")
+    for name, says in (
+        ("none", "cannot be read: No such file"),
+        ("", "cannot be read: Is a directory"),
+        ("empty", "is empty"),
+        ("binary", "is not UTF-8 text"),
+    ):
+        message = refusal("verify", "--prompts", tmp_path / name)
+        assert str(tmp_path / name) in message and says in message
+
+
+# ---------------------------------------------------------------------------------------------------------- output
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("place", ["none/x", "file/x", "folder", "."])
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    place: str, tmp_path: Path, h3opt: Run, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    assert f"error: {place} " in refusal("run", "--model", "m", "--prompt", "x", "--out", place)
+    assert f"error: {place} " in refusal("run", "--model", "m", "--prompt", "x", "--json", place)
+    assert f"error: {place} " in refusal("verify", "--json", place)
+    assert f"error: {place} " in refusal("demo", "--json", place)
+    for arguments in (("passes",), ("profiles",), ("profiles", "h200")):
+        result = h3opt(*arguments, "--json", place)
+        assert result.code == 2 and f"error: {place} " in result.err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_demo_directory_that_cannot_be_made_is_refused(tmp_path: Path, h3opt: Run) -> None:
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "file", tmp_path / "file/out"):
+        result = h3opt("demo", "--out", out)
+        assert result.code == 2 and f"error: {out} cannot be made: " in result.err
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_ctrl_c_is_no_traceback(h3opt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("h3opt.reference.tiny_pipeline", interrupted)
+    assert h3opt("verify").code == 130
+
+
+# ----------------------------------------------------------------------------------------------------------- lists
+
+
+def test_passes_lists_every_pass(h3opt: Run, tmp_path: Path) -> None:
+    result = h3opt("passes")
+    assert result.code == 0 and result.err == ""
+    for one in list_passes():
+        line = next(line for line in result.out.splitlines() if line.startswith(one.name))
+        assert one.kind in line and str(one.promise) in line and one.summary() in line
+    assert h3opt("passes", "--json", tmp_path / "p.json").out == result.out
+    assert [one["name"] for one in json.loads((tmp_path / "p.json").read_text())] == PASSES
+
+
+def test_passes_as_markdown_is_the_table_of_the_readme(h3opt: Run) -> None:
+    result = h3opt("passes", "--markdown")
+    assert (result.code, result.out) == (0, passes_markdown() + "\n")
+
+
+@pytest.mark.parametrize("more", [(), ("--markdown",)])
+def test_passes_as_json_on_standard_output_is_json_alone(more: tuple[str, ...], h3opt: Run) -> None:
+    result = h3opt("passes", *more, "--json", "-")
+    assert result.code == 0 and result.err == ""
+    data = json.loads(result.out)
+    assert [(one["name"], one["promise"]) for one in data] == [(one.name, str(one.promise)) for one in list_passes()]
+
+
+def test_profiles_lists_every_profile(h3opt: Run) -> None:
+    result = h3opt("profiles")
+    assert result.code == 0
+    for one in list_profiles():
+        assert any(line.startswith(one.name) and one.executor in line for line in result.out.splitlines())
+    data = json.loads(h3opt("profiles", "--json", "-").out)
+    assert [one["name"] for one in data] == [one.name for one in list_profiles()]
+
+
+def test_a_profile_shows_every_row(h3opt: Run) -> None:
+    result = h3opt("profiles", "h200")
+    (found,) = [one for one in list_profiles() if one.name == "h200"]
+    assert result.code == 0 and result.err == ""
+    for row in found.passes:
+        assert any(line.startswith(row.name) for line in result.out.splitlines())
+    data = json.loads(h3opt("profiles", "h200", "--json", "-").out)
+    assert parse_profile(json.dumps(data), "x.yaml") == found  # JSON is YAML
+
+
+def test_a_profile_row_in_brackets_is_shown_as_it_is(h3opt: Run, tmp_path: Path) -> None:
+    file = profile(tmp_path / "mine.yaml", "  - pass: tile_batch\n    enabled: false\n    reason: 'see [/1] [b]'\n")
+    result = h3opt("profiles", file)
+    assert result.code == 0 and "see [/1] [b]; evidence: none" in result.out
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_explain_shows_every_pass(name: str, h3opt: Run) -> None:
+    result = h3opt("explain", name)
+    cls = find_pass(name)
+    assert result.code == 0 and result.err == ""
+    assert result.out.startswith(f"{name}: {cls.kind} pass, promise {cls.promise}") and cls.summary() in result.out
+
+
+def test_explain_with_a_pipeline_shows_its_sites(h3opt: Run, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def sites(pipe: Any, name: str) -> PassReport:
+        asked.append((next(pipe.transformer.transformer_blocks.parameters()).dtype, name))
+        return PassReport(name, "graph", Exact(), "on", matched=1, sites=["here"], near_misses=["there: [why]"])
+
+    monkeypatch.setattr("h3opt.explain.explain_sites", sites)
+    for which in (("--model", saved), ("--tiny",)):
+        out = h3opt("explain", "norm_modulate", *which, "--dtype", "float32").out
+        assert "sites: 1/?\n  matched here\n  nearly  there: [why]\n" in out
+    assert asked == [(torch.float32, "norm_modulate")] * 2
+
+
+# ------------------------------------------------------------------------------------------------------------- run
+
+
+def test_run_writes_a_clip_and_a_report(h3opt: Run, saved: Path, tmp_path: Path) -> None:
+    files = tmp_path / "c.mp4", tmp_path / "c.json"
+    rest = ("--passes", "modulation_table, fused_swiglu", *SMALL, "--out", files[0], "--json", files[1])
+    result = h3opt("run", "--model", saved, "--prompt", "a cat", "--seed", 7, *rest)
+    assert result.code == 0, result
+    check_clip(files[0])
+    data = json.loads(files[1].read_text())
+    assert data["settings"] == {
+        "prompt": "a cat", "height": 64, "width": 96, "num_frames": 124, "num_inference_steps": 2, "seed": 7,
+    }  # fmt: skip
+    report = data["report"]
+    assert (report["profile"], report["device"]) == ("cpu", "cpu")
+    assert [one["name"] for one in report["passes"]] == ["fused_swiglu", "modulation_table"]
+    for one in report["passes"]:
+        assert one["state"] == "on" and one["matched"] == one["expected"] > 0
+        assert f"{one['matched']}/{one['expected']}" in result.out and one["name"] in result.out
+    assert str(files[0]) in result.out
+
+
+def test_run_without_passes_prints_json_alone(h3opt: Run, saved: Path, tmp_path: Path) -> None:
+    rest = ("--no-passes", *SMALL, "--out", tmp_path / "c.mp4", "--json", "-")
+    result = h3opt("run", "--model", saved, "--prompt", "a cat", *rest)
+    assert result.code == 0, result
+    data = json.loads(result.out)
+    assert data["report"]["passes"] == [] and data["report"]["captured"]
+    check_clip(tmp_path / "c.mp4")
+
+
+# --------------------------------------------------------------------------------------------------- verify, demo
+
+
+def test_verify_reads_prompts_from_a_file_and_prints_json_alone(h3opt: Run, tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("\n a cat \n\n")
+    result = h3opt(
+        "verify", "--prompts", tmp_path / "prompts", "--passes", "hoist_step_invariants", *SMALL, "--json", "-"
+    )
+    assert result.code == 0, result
+    data = json.loads(result.out)
+    assert data["held"] and [one["prompt"] for one in data["settings"]] == ["a cat"]
+    assert [(one["name"], one["held"], one["measured"]) for one in data["passes"]] == [
+        ("hoist_step_invariants", True, "bits equal")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("heavy")
+def test_a_broken_promise_is_exit_code_1_and_its_name(
+    h3opt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(find_pass("fp8_linear"), "promise", Exact())
+    file = profile(tmp_path / "mine.yaml", "  - pass: fp8_linear\n  - pass: hoist_step_invariants\n")
+    result = h3opt("demo", "--out", tmp_path / "out", "--profile", file)
+    assert result.code == 1 and "promise broken by: fp8_linear\n" in result.out
+    broken = next(line for line in result.out.splitlines() if line.startswith("fp8_linear"))
+    assert "BROKEN" in broken
+    data = json.loads((tmp_path / "out/report.json").read_text())
+    assert (data["held"], data["broken"], data["moved"]) == (False, ["fp8_linear"], ["fp8_linear"])
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("heavy")
+def test_the_demo_shows_and_writes_the_comparison(h3opt: Run, tmp_path: Path) -> None:
+    from PIL import Image
+
+    out = tmp_path / "new" / "out"
+    result = h3opt("demo", "--out", out, "--json", out / "again.json")
+    assert result.code == 0, result
+    names = ("again.json", "frames.png", "optimized.mp4", "reference.mp4", "report.json")
+    assert tuple(sorted(path.name for path in out.iterdir())) == names
+    for clip in ("reference.mp4", "optimized.mp4"):
+        check_clip(out / clip)
+    with Image.open(out / "frames.png") as strip:
+        assert strip.width > 6 * 96 and strip.height > 2 * 64
+
+    table = {line.split()[0]: line for line in result.out.splitlines() if line.split() and line.split()[0] in PASSES}
+    assert sorted(table) == sorted(PASSES) and all(" held " in line for line in table.values())
+    assert f"wrote {out}/reference.mp4" in result.out
+
+    data = json.loads((out / "report.json").read_text())
+    assert data == json.loads((out / "again.json").read_text())
+    assert data["held"] is True and data["broken"] == [] and set(data["versions"]) >= {"torch", "diffusers"}
+    assert data["capture"]["video_differing"] == data["capture"]["audio_differing"] == 0
+    assert data["exact_set"]["video_differing"] == data["exact_set"]["audio_differing"] == 0
+    assert {one["name"] for one in data["passes"]} == set(PASSES) == {one["name"] for one in data["report"]["passes"]}
+    for one in data["passes"]:
+        assert one["held"] is True and one["measured"] and one["sites"] in table[one["name"]]
+        if one["promise"] == "exact":
+            assert one["measured"] == "bits equal" and one["name"] not in data["moved"]
+    for one in data["report"]["passes"]:
+        assert one["state"] == "on" and one["matched"] == one["expected"] > 0
+        if one["kind"] == "graph":
+            assert one["sites"] and one["proof"].startswith("probe: bits equal at ")
