@@ -48,6 +48,8 @@ class Region:
         dynamic_dims: for each positional or keyword argument of ``forward``, the dimensions that vary between calls
             (tokens, rows of a table); tuples of tensors share one entry.
         holds: how many repeated blocks of each kind one graph spans; itself once unless it is a whole model.
+        captured: the graphs so far.
+        running: ``id`` of the module called last.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Region:
     dynamic_dims: dict[str, tuple[int, ...]]
     holds: dict[str, int] = field(default_factory=dict)
     captured: list[CapturedGraph] = field(default_factory=list)
+    running: int = 0
     _compiled: dict[tuple[type, ...], Callable[..., Any]] = field(default_factory=dict)
 
     def install(self, planner: Planner) -> Callable[[], None]:
@@ -77,6 +80,7 @@ class CapturedGraph:
         graph: the semantic graph, never rewritten itself; ``node.meta["val"]`` has fake values.
         example_inputs: what Dynamo passed along, for executors that compile.
         calls: how often it ran.
+        modules: ``id`` of each module that ran it.
     """
 
     def __init__(self, region: Region, graph: GraphModule, example_inputs: list[Any], planner: Planner) -> None:
@@ -84,6 +88,7 @@ class CapturedGraph:
         self.graph = graph
         self.example_inputs = example_inputs
         self.calls = 0
+        self.modules: set[int] = set()
         self._planner = planner
         self._executables: dict[Any, Callable[..., Any]] = {}
         self._executable()  # built here, inside Dynamo's backend, where compilers know the symbolic sizes
@@ -91,6 +96,7 @@ class CapturedGraph:
 
     def __call__(self, *args: Any) -> Any:
         self.calls += 1
+        self.modules.add(self.region.running)
         return self._executable()(*args)
 
     def _executable(self) -> Callable[..., Any]:
@@ -148,6 +154,7 @@ class _Entry:
             if name in dims:
                 for tensor in value if isinstance(value, tuple) else (value,):
                     private.mark_dynamic(tensor, dims[name])
+        self._region.running = id(self._module)
         try:
             return self._compiled(self._module, args, kwargs)
         except H3OptError as error:

@@ -80,7 +80,7 @@ def generate(pipe: Any, settings: GenerationSettings, **inputs: Any) -> Media:
 
 def load_pipeline(
     directory: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
-) -> ModularPipeline:
+) -> Any:
     """``ModularPipeline.from_pretrained`` and ``load_components(dtype=dtype)``, from this directory alone.
 
     diffusers goes on without a component that fails to load, and with random weights where a file lacks some; here
@@ -111,7 +111,7 @@ _OPTIONAL = {"transformer_ref", "processor"}
 _AGAIN = "Save or copy the pipeline again, with all components."
 
 
-def _read_index(directory: Path) -> ModularPipeline:
+def _read_index(directory: Path) -> Any:
     if not os.path.isdir(directory):
         raise CheckpointError(f"There is no directory {directory}. Give one that diffusers' save_pretrained wrote.")
     index = next((file for name in _INDEXES if (file := directory / name).is_file()), None)
@@ -138,7 +138,8 @@ def _load_component(spec: ComponentSpec, folder: Path, dtype: torch.dtype) -> An
         options |= {"variant": spec.variant, "dtype": dtype, "use_safetensors": True}
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
     try:
-        found = spec.type_hint.from_pretrained(spec.pretrained_model_name_or_path, **options)
+        loader: Any = spec.type_hint
+        found = loader.from_pretrained(spec.pretrained_model_name_or_path, **options)
     except Exception as error:  # diffusers, transformers, safetensors, tokenizers and json each raise their own
         raise CheckpointError(f"{spec.name}: {folder} cannot be loaded: {_first_line(error)} {_AGAIN}") from error
     model, info = found if _is_model(spec) else (found, dict.fromkeys(_KEYS, ()))

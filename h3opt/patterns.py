@@ -35,6 +35,9 @@ def tables_line_up(match: Match, *per_token: str) -> str | None:
             ``[rows, channels]`` table; ``shape`` if there is a norm.
         per_token: the tensors that must share a dtype; the first is indexed per token.
     """
+    missing = [name for name in per_token if match.tensor(name) is None]
+    if missing:
+        return f"{missing[0]} is no tensor"
     if len(match.dtypes(*per_token)) != 1:
         return f"{', '.join(per_token)} have different dtypes: {sorted(map(str, match.dtypes(*per_token)))}"
     x, index = match.tensor(per_token[0]), match.tensor("index")

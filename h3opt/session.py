@@ -288,20 +288,26 @@ class Session:
     def _sum_graphs(self, entry: PassReport) -> None:
         probed = 0
         for region in self._regions:
-            outcomes = [
-                outcome[entry.name]
+            found = {
+                captured: outcome[entry.name]
                 for captured in region.captured
                 if (outcome := self._outcomes.get((id(captured), self.plan_key))) is not None
-            ]
-            if not outcomes:
+            }
+            if not found:
                 continue
-            fewest = min(outcomes, key=lambda outcome: outcome.matched)
+            outcomes = list(found.values())
             probed += sum(outcome.probed for outcome in outcomes)
             entry.state = "on"
+            fewest = min(outcomes, key=lambda outcome: outcome.matched)
             entry.per_region[region.name] = (fewest.matched, fewest.expected)
-            entry.matched = (entry.matched or 0) + fewest.matched * len(region.modules)
-            if fewest.expected is not None:
-                entry.expected = (entry.expected or 0) + fewest.expected * len(region.modules)
+            for module in region.modules:
+                # a module runs several graphs, one per structure of its inputs: the one with fewest sites counts
+                its = [outcome for captured, outcome in found.items() if id(module) in captured.modules]
+                least = min(its, key=lambda outcome: outcome.matched, default=None)
+                if least is not None:
+                    entry.matched = (entry.matched or 0) + least.matched
+                    if least.expected is not None:
+                        entry.expected = (entry.expected or 0) + least.expected
             entry.sites += [f"{region.name}: {site}" for site in outcomes[0].sites]
             entry.refused += [f"{region.name}: {site}" for outcome in outcomes for site in outcome.refused]
             entry.near_misses += [f"{region.name}: {miss}" for miss in outcomes[0].near_misses]
@@ -367,6 +373,8 @@ def _choose_profile(profile: str | Profile, view: PipelineView) -> tuple[Profile
 def _choose_passes(
     passes: Iterable[str | Pass] | None, profile: Profile, tokens: int | None, world_size: int
 ) -> list[Pass]:
+    if isinstance(passes, str):
+        raise PassOptionError(f"passes is one name, not a list. Write passes=[{passes!r}].")
     rows = {row.name: row for row in profile.rows_for(tokens, world_size)}
     if passes is None:
         passes = [name for name, row in rows.items() if row.enabled]
@@ -375,6 +383,9 @@ def _choose_passes(
         if isinstance(one, Pass):
             instances.append(one)
             continue
+        if not isinstance(one, str):
+            hint = f"Make an instance: {one.__name__}()." if isinstance(one, type) else "Give its name or an instance."
+            raise PassOptionError(f"{one!r} is not a pass. {hint}")
         row = rows.get(one)
         try:
             instances.append(make_pass(one, row.options if row else None))

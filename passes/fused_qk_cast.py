@@ -44,6 +44,8 @@ def per_token(angles: Any) -> Any:
 def heads_line_up(match: Match) -> str | None:
     """Why a site is not a per-head norm and rope: other dimensions, other halves, mixed dtypes."""
     x, cos, sin = (match.tensor(name) for name in ("x", "cos", "sin"))
+    if match.tensor("weight") is None:
+        return "the norm has no weight"
     if x is None or cos is None or sin is None or x.ndim != 4 or cos.ndim != 4:
         return "it is not [batch, tokens, heads, head_dim] with one angle per token and channel"
     half, rotary, end = (match.literal(name) for name in ("half", "rotary", "end"))
@@ -91,7 +93,12 @@ class FusedQKCast(GraphPass):
             x, weight, cos, sin = _arguments(draw)
             return Example(_model, (x, weight, cos.double(), sin.double()))
 
+        def no_weight(draw: Draw) -> Example:
+            x, _, cos, sin = _arguments(draw)
+            return Example(lambda x, cos, sin: _model(x, None, cos, sin), (x, cos, sin))
+
         return (
+            Decline("the norm has no weight, as in the video decoder", no_weight),
             Decline("the rotation goes the other way", turned_backwards),
             Decline("the angles have another dtype, so the product is promoted", promoted),
         )
@@ -110,7 +117,7 @@ class FusedQKCast(GraphPass):
         )
 
 
-def _model(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _model(x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     rotary = cos.shape[-1]
     normed = rms_norm(x, (x.shape[-1],), weight, 1e-5)
     turned, passed = normed[..., :rotary], normed[..., rotary:]

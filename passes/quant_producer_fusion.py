@@ -88,7 +88,7 @@ class QuantProducerFusion(GraphPass):
         )
 
     def expect(self, facts: GraphFacts) -> int | None:
-        """Every quantize but that of the attention output, whose producer is a library call."""
+        """Every quantize but that of the attention output, and that of a norm which a projection reads unquantized."""
         if not facts.holds:
             return None
         quantizes = facts.operators.get(ops.quantize_rows, 0)
@@ -96,8 +96,10 @@ class QuantProducerFusion(GraphPass):
         blocks = facts.holds.get("transformer.block", 0)
         if facts.region == "transformer":
             blocks -= format_options.get("keep_first", 0) + format_options.get("keep_last", 0)
-        from_attention = blocks if "attn.to_out.0" in format_options.get("layers", ()) else 0
-        return max(quantizes - from_attention, 0)
+        layers = set(format_options.get("layers", ()))
+        from_attention = "attn.to_out.0" in layers
+        read_unquantized = 0 < len(layers & {"attn.to_q", "attn.to_k", "attn.to_v"}) < 3
+        return max(quantizes - blocks * (from_attention + read_unquantized), 0)
 
     def example(self, draw: Draw) -> Example:
         def model(x, weight, scale, shift, index):

@@ -284,7 +284,7 @@ from h3opt.testing import check_pass
 
 assert "double_negation" in [cls.name for cls in h3opt.list_passes()]
 check_pass(make_pass("double_negation"))
-assert [one.name for one in in_order([make_pass("double_negation"), make_pass("norm_modulate")])][1] == "double_negation"
+assert in_order([make_pass("double_negation"), make_pass("norm_modulate")])[1].name == "double_negation"
 from h3opt import session
 graphs, direct = [], session.EXECUTORS["direct"]
 session.EXECUTORS["direct"] = lambda graph, inputs: graphs.append(graph) or direct(graph, inputs)
