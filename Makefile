@@ -4,14 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 TYPED := build/typed/h3opt
 
-.PHONY: demo test lint types test-gpu clean
+.PHONY: demo test test-slow lint types test-gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready
 	$(BIN)/h3opt demo --out out
 
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not slow" -n 2 --dist loadgroup
+
+# What takes more than ten seconds a test: whole demos, Inductor.
+test-slow: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow and not gpu"
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

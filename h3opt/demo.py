@@ -14,6 +14,7 @@ import torch
 from h3opt.errors import PipelineError
 from h3opt.generation import GenerationSettings
 from h3opt.media import write_frame_strip, write_mp4
+from h3opt.profiles import load_profile
 from h3opt.reference import tiny_pipeline
 from h3opt.verification import Progress, Verdict, verify
 
@@ -43,6 +44,8 @@ def run_demo(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PipelineError(f"{out} cannot be made: {error.strerror}. Give another directory.") from error
+    if profile != "auto":
+        load_profile(profile)  # a wrong one is said before anything is built
     pipe = tiny_pipeline(dtype=dtype, device=device)
     verdict = verify(pipe, profile=profile, settings=settings, progress=progress)
     for name, media in (("reference", verdict.reference), ("optimized", verdict.optimized)):

@@ -136,5 +136,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column in ("pass", "kind", "sites", "profile", "on"))
+        table.add_column(
+            column, overflow="fold", no_wrap=column in ("pass", "kind", "promise", "sites", "profile", "on")
+        )
     return table

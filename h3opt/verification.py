@@ -308,11 +308,14 @@ class _Ladder:
             transformer = self.session.view.transformer
             if transformer is not None:
                 around(transformer, _Nudge(next(iter(transformer.transformer_blocks.parameters())).dtype), undo)
+            if self.session.view.vae is not None:  # decoding rounds too
+                decoder = self.session.view.vae.decoder
+                around(decoder, _Nudge(next(iter(decoder.transformer_blocks.parameters())).dtype), undo)
             return _worst(reference, self._run("noise floor")[0])
 
 
 class _Nudge:
-    """Moves what enters the transformer by one unit in the last place of its dtype, every step."""
+    """Moves what enters the transformer, or the video decoder, by one unit in the last place of its dtype, every step."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -321,6 +324,8 @@ class _Nudge:
         for name in ("hidden_states", "audio_hidden_states"):
             if name in kwargs:
                 kwargs[name] = kwargs[name] * (1 + torch.finfo(self.dtype).eps)
+        if args:
+            args = (args[0] * (1 + torch.finfo(self.dtype).eps), *args[1:])
         return proceed(*args, **kwargs)
 
 
