@@ -315,7 +315,7 @@ class _Ladder:
 
 
 class _Nudge:
-    """Moves what enters the transformer, or the video decoder, by one unit in the last place of its dtype, every step."""
+    """Moves what enters the transformer, or the video decoder, by one ulp of its dtype in every call."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from h3opt import cli, verification
+from h3opt import cli, demo, verification
 from h3opt.profiles import list_profiles, parse_profile
 from h3opt.promises import Exact
 from h3opt.reference import save_tiny, tiny_pipeline
@@ -74,9 +74,10 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded or built")
 
-    for place in ("generation.load_pipeline", "reference.tiny_pipeline", "demo.tiny_pipeline"):
+    # h3opt.demo is imported by now: it holds a reference of its own to tiny_pipeline.
+    monkeypatch.setattr(demo, "tiny_pipeline", work)
+    for place in ("generation.load_pipeline", "reference.tiny_pipeline", "reference.full_transformer"):
         monkeypatch.setattr(f"h3opt.{place}", work)
-    monkeypatch.setattr("h3opt.reference.full_transformer", work)
 
 
 @pytest.fixture(scope="module")
@@ -475,7 +476,7 @@ def test_a_broken_promise_is_exit_code_1_and_its_name(
     assert (data["held"], data["broken"], data["moved"]) == (False, ["fp8_linear"], ["fp8_linear"])
     assert {one["name"]: one["held"] for one in data["passes"]} == {"fp8_linear": False, "hoist_step_invariants": True}
 
-    monkeypatch.setattr("h3opt.demo.run_demo", lambda *_, **__: verdicts[0])
+    monkeypatch.setattr(demo, "run_demo", lambda *_, **__: verdicts[0])
     result = h3opt("demo", "--out", tmp_path / "out")
     assert result.code == 1 and "promise broken by: fp8_linear\n" in result.out
     rows = {line.split()[0]: line for line in result.out.splitlines() if line.startswith(("fp8_linear", "hoist"))}
