@@ -4,6 +4,7 @@
 |---|---|---|
 | ``torch._dynamo.maybe_mark_dynamic`` | token dimensions are symbolic from the first capture | 2.11.0, 2.14.1 |
 | ``torch._dynamo.exc.BackendCompilerFailed`` | a backend's own error is raised as itself | 2.11.0, 2.14.1 |
+| ``torch._dynamo.exc.Unsupported`` | a graph break is said in h3opt's words | 2.14.1 |
 | ``torch._inductor.compile_fx.compile_fx`` | the ``inductor`` executor | 2.11.0, 2.14.1 |
 | ``torch._subclasses.FakeTensor`` | shapes of traced and rewritten nodes | 2.11.0, 2.14.1 |
 | ``nn.Module._compiled_call_impl`` | the slot ``module.compile()`` sets; calls go there | 2.11.0, 2.14.1 |
@@ -19,13 +20,14 @@ from typing import Any, cast
 
 import torch
 from torch._dynamo import maybe_mark_dynamic
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 __all__ = [
     "BackendCompilerFailed",
     "FakeTensor",
+    "Unsupported",
     "compile_with_inductor",
     "make_fx",
     "mark_dynamic",

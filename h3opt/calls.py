@@ -41,6 +41,11 @@ def unwritten(tensor: torch.Tensor, since: int | torch.Tensor) -> bool:
     return torch.equal(tensor, since) if isinstance(since, torch.Tensor) else tensor._version == since
 
 
+def ambient(device: torch.device) -> tuple[bool, torch.dtype]:
+    """What a result also depends on: whether autocast is on for ``device``, and its dtype."""
+    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+
+
 class _Slot:
     """What ``module._compiled_call_impl`` holds while a module is wrapped."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -59,7 +59,8 @@ def value(node: Any) -> torch.Tensor | None:
 
 def spell(node: Node) -> None:
     """Give an operator its one name and its arguments their one form."""
-    node.target = _PYTHON_OPERATORS.get(node.target, node.target)  # type: ignore[arg-type]
+    if "val" not in node.meta or value(node) is not None:  # a pattern, or tensors: sizes keep Python's operators
+        node.target = _PYTHON_OPERATORS.get(node.target, node.target)  # type: ignore[arg-type]
     node.target = _SAME_MEANING.get(node.target, node.target)  # type: ignore[arg-type]
     _spell_arguments(node)
     source = value(node.args[0]) if node.args else None
@@ -110,12 +111,13 @@ def _drop_if_idle(node: Node) -> None:
     if node.target is aten.dropout.default:
         idle = bool(node.args[1] == 0.0 or node.args[2] is False)
     elif node.target in (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default):
-        copies = any(argument is True for argument in node.args[2:])  # non_blocking and copy
+        # a copy or another memory format is asked for: not idle
+        copies = any(found not in (None, False) and not isinstance(found, torch.dtype) for found in node.args[2:])
         idle = before.dtype == after.dtype and before.device == after.device and not copies and not node.kwargs
     elif node.target is aten.slice.Tensor:
         _, dim, start, end, step = _slice_arguments(node)
         idle = start in (0, None) and step == 1 and (end in (None, _TO_END) or end == before.shape[dim])
-    elif node.target in (aten.alias.default, aten.detach.default, aten.lift_fresh.default):
+    elif node.target in (aten.alias.default, aten.lift_fresh.default):
         idle = True
     elif node.target in (aten.view.default, aten.reshape.default, aten.expand.default):
         idle = before.shape == after.shape
@@ -146,9 +148,13 @@ def _slice_instead_of_parts(node: Node) -> None:
             start, end = parts[user.args[1]]  # type: ignore[index]
             user.target, user.args = aten.slice.Tensor, (node.args[0], dim, start, end)
     elif node.target is aten.narrow.default:
-        dim, start, length = (node.args[1], node.args[2], node.args[3])
+        dim, start, length = cast("tuple[Any, ...]", node.args[1:4])
         if all(isinstance(part, int) for part in (dim, start, length)):
             dim = dim % source.ndim  # type: ignore[operator]
+            if start < 0:  # type: ignore[operator]
+                if not isinstance(source.shape[dim], int):
+                    return
+                start += source.shape[dim]  # type: ignore[operator]
             node.target, node.args = aten.slice.Tensor, (node.args[0], dim, start, start + length)  # type: ignore[operator]
 
 
@@ -181,8 +187,12 @@ def _merge_equal_nodes(module: GraphModule) -> None:
     """Inference graphs get no common-subexpression elimination: three linears would quantize one tensor three times."""
     seen: dict[Any, Node] = {}
     for node in list(module.graph.nodes):
-        if node.op != "call_function" or not _is_pure(node):
+        if node.op != "call_function":
             continue
+        if _switches_mode(node):  # autocast, grad mode: the same operator means something else after it
+            seen.clear()
+        if not _is_pure(node) or any(user.op == "output" for user in node.users):
+            continue  # two outputs are two tensors: writing to one must not show in the other
         key = (node.target, _hashable(node.args), _hashable(node.kwargs))
         if key in seen:
             node.replace_all_uses_with(seen[key])
@@ -191,9 +201,15 @@ def _merge_equal_nodes(module: GraphModule) -> None:
             seen[key] = node
 
 
+def _switches_mode(node: Node) -> bool:
+    return not hasattr(node.target, "_schema") and getattr(node.target, "__module__", "") not in ("_operator", "math")
+
+
 def _is_pure(node: Node) -> bool:
     if node.target is operator.getitem:
         return True
+    if node.target is aten.clone.default:
+        return False
     tags = getattr(node.target, "tags", None)
     return tags is not None and torch.Tag.nondeterministic_seeded not in tags
 

@@ -166,6 +166,14 @@ class _Entry:
                 raise
             self._planner.failed(ours)
             raise ours from None
+        except private.Unsupported as failure:
+            reason = str(failure).strip().partition("\n")[0].rstrip(".")
+            refusal = PipelineError(
+                f"{self._region.name} cannot be captured as one graph: {reason}. Take off what was added to "
+                f"{type(self._module).__name__} (hooks, adapters, a patched forward), or run it without h3opt."
+            )
+            self._planner.failed(refusal)
+            raise refusal from failure
 
 
 class _Held:

@@ -148,18 +148,13 @@ def verify(
 ) -> None:
     """Add passes one by one and hold each to its promise; exit code 1 if one broke."""
     from h3opt.demo import write_json
-    from h3opt.generation import load_pipeline
-    from h3opt.reference import tiny_pipeline
     from h3opt.verification import verify as verify_pipeline
 
     settings = _settings(None, height, width, frames, steps, seed)
     texts = [*(prompt or []), *(_read_prompts(prompts) if prompts is not None else [])]
     names = _names(passes)
     _check_places(json)
-    if model is not None:
-        pipe: Any = load_pipeline(model, _dtype(dtype), _device(device))
-    else:
-        pipe = tiny_pipeline(dtype=_dtype(dtype), device=_device(device))
+    pipe = _pipeline(model, dtype, device)
     with _progress(json) as progress:
         verdict = verify_pipeline(
             pipe, texts or None, passes=names, profile=profile, settings=settings, progress=progress
@@ -233,23 +228,22 @@ def explain(
     tiny: Annotated[bool, typer.Option("--tiny", help="Show sites in the tiny reference pipeline.")] = False,
     dtype: Dtype = "bfloat16",
     device: DeviceName = "cpu",
+    json: Json = None,
 ) -> None:
     """Show what a pass looks for and puts there; with a pipeline, where it fired and nearly did."""
+    from h3opt.explain import describe, explain_sites, sites_text
     from h3opt.explain import explain as explain_pass
-    from h3opt.explain import explain_sites, sites_text
 
-    console.print(explain_pass(name), markup=False, soft_wrap=True)
-    if model is None and not tiny:
-        return
-    if model is not None:
-        from h3opt.generation import load_pipeline
-
-        pipe: Any = load_pipeline(model, _dtype(dtype), _device(device))
-    else:
-        from h3opt.reference import tiny_pipeline
-
-        pipe = tiny_pipeline(dtype=_dtype(dtype), device=_device(device))
-    console.print("\n" + sites_text(explain_sites(pipe, name)), markup=False, soft_wrap=True)
+    data = {**describe(name), "sites": None}
+    _check_places(json)
+    if not _is_stdout(json):
+        _say(explain_pass(name))
+    if model is not None or tiny:
+        entry = explain_sites(_pipeline(model, dtype, device), name)
+        data["sites"] = entry.to_dict()
+        if not _is_stdout(json):
+            _say("\n" + sites_text(entry))
+    _write_or_print(json, data)
 
 
 @app.command()
@@ -370,6 +364,17 @@ def _device(name: str) -> str:
     except (RuntimeError, AssertionError) as error:
         raise DeviceError(f"There is no device {name!r}. Use cpu, cuda or cuda:N.") from error
     return name
+
+
+def _pipeline(model: Path | None, dtype: str, device: str) -> Any:
+    """The pipeline in a directory, or the tiny reference."""
+    if model is not None:
+        from h3opt.generation import load_pipeline
+
+        return load_pipeline(model, _dtype(dtype), _device(device))
+    from h3opt.reference import tiny_pipeline
+
+    return tiny_pipeline(dtype=_dtype(dtype), device=_device(device))
 
 
 def _names(passes: str | None) -> list[str] | None:

@@ -57,14 +57,18 @@ def run_demo(
 
 
 def write_json(path: Path, data: Mapping[str, Any] | list[Any]) -> None:
-    """Write JSON whole or not at all.
+    """Write JSON whole or not at all; a device or a pipe is written to as it is.
 
     Raises:
         PipelineError: the file cannot be written.
     """
+    text = json.dumps(data, indent=2, allow_nan=False) + "\n"
     partial = path.parent / f".{path.name}.{os.getpid()}.partial"
     try:
-        partial.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_text(text, encoding="utf-8")  # a device or a pipe: a file must not take its place
+            return
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):

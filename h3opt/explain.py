@@ -4,44 +4,82 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from types import FunctionType
 from typing import Any
 
 from h3opt import patterns
 from h3opt.components import PipelineView
 from h3opt.generation import GenerationSettings, generate
-from h3opt.protocol import GraphPass, Pass, SchedulePass
+from h3opt.protocol import GraphPass, Rule, SchedulePass
 from h3opt.registry import find_pass, list_passes, make_pass
 from h3opt.report import PassReport
 from h3opt.session import optimize
 
 
 def explain(name: str) -> str:
-    """Docstring, promise, options, order, and for a graph pass each pattern with its replacement.
+    """Docstring, promise, options, order, and for a graph pass each pattern with its replacement and guard.
 
     Raises:
         UnknownPassError: there is no such pass.
     """
-    cls = find_pass(name)
-    instance = make_pass(name)
-    parts = [f"{name}: {cls.kind} pass, promise {cls.promise}", inspect.cleandoc(cls.__doc__ or "")]
-    options = instance.options()
-    parts.append("options: " + (", ".join(f"{key} = {value!r}" for key, value in options.items()) or "none"))
-    if cls.after:
-        parts.append("runs after: " + ", ".join(cls.after))
-    if cls.conflicts:
-        parts.append("excludes: " + ", ".join(cls.conflicts))
-    if isinstance(instance, SchedulePass):
-        parts.append("happens before:\n" + "\n".join(f"  {sentence}" for sentence in instance.happens_before))
-    if isinstance(instance, GraphPass):
-        parts += _rules(instance)
-    parts.append("mutants the tests must catch:\n" + "\n".join(f"  {mutant.why}" for mutant in instance.mutants()))
+    found = describe(name)
+    options = ", ".join(f"{option} = {value!r}" for option, value in found["options"].items())
+    parts = [f"{name}: {found['kind']} pass, promise {found['promise']}", found["doc"]]
+    parts.append(f"defaults: {options}" if options else "options: none")
+    if found["after"]:
+        parts.append("runs after: " + ", ".join(found["after"]))
+    if found["conflicts"]:
+        parts.append("excludes: " + ", ".join(found["conflicts"]))
+    if found["happens_before"]:
+        parts.append("happens before:\n" + _indented("\n".join(found["happens_before"])))
+    shown: dict[str, str] = {}
+    for number, rule in enumerate(found["rules"], 1):
+        title = f"rule {number} of {len(found['rules'])}"
+        for role, source in rule.items():
+            if source is not None:
+                same = f"that of {shown[source]}" if source in shown else source
+                parts.append(f"{title}, {role}\n{_indented(same)}")
+                shown.setdefault(source, title)
+    parts += [f"{helper}, used above\n{_indented(source)}" for helper, source in found["helpers"].items()]
+    parts.append("mutants the tests must catch:\n" + _indented("\n".join(found["mutants"])))
     return "\n\n".join(parts)
+
+
+def describe(name: str) -> dict[str, Any]:
+    """What :func:`explain` says, as JSON-ready types.
+
+    ``rules`` holds the source text of each pattern, replacement and guard (``None`` without one), ``helpers`` that of
+    the functions these call in the pass's own file and in :mod:`h3opt.patterns`.
+
+    Raises:
+        UnknownPassError: there is no such pass.
+    """
+    cls, instance = find_pass(name), make_pass(name)
+    rules = instance.rules() if isinstance(instance, GraphPass) else ()
+    return {
+        "name": name,
+        "kind": cls.kind,
+        "promise": str(cls.promise),
+        "doc": inspect.cleandoc(cls.__doc__ or ""),
+        "options": instance.options(),
+        "after": list(cls.after),
+        "conflicts": list(cls.conflicts),
+        "happens_before": list(instance.happens_before) if isinstance(instance, SchedulePass) else [],
+        "rules": [{role: _source(function) for role, function in _roles(rule).items()} for rule in rules],
+        "helpers": {helper.__name__: _source(helper) for helper in _helpers(rules)},
+        "mutants": [mutant.why for mutant in instance.mutants()],
+    }
 
 
 def explain_sites(pipe: Any, name: str, settings: GenerationSettings | None = None) -> PassReport:
     """Run one generation with the pass, and the passes it builds on, and report where it fired and nearly fired.
+
+    Args:
+        pipe: a MiniMax-H3 pipeline with all components loaded; it is left as it was found.
+        name: of the pass.
+        settings: what to generate; the shortest clip if left out.
 
     Raises:
         UnknownPassError: there is no such pass.
@@ -49,13 +87,17 @@ def explain_sites(pipe: Any, name: str, settings: GenerationSettings | None = No
     find_pass(name)
     with optimize(pipe, passes=_with_what_it_builds_on(name), on_shortfall="warn") as opt, ExitStack() as undo:
         PipelineView.of(pipe).hide_step_bars(undo)
-        generate(pipe, settings or GenerationSettings())
+        generate(pipe, settings or GenerationSettings(num_inference_steps=2))
         return opt.report[name]
 
 
 def sites_text(entry: PassReport) -> str:
     """A report entry as lines."""
-    lines = [f"sites: {entry.counts}"]
+    per_graph = ", ".join(
+        f"{region} {matched}/{'?' if expected is None else expected}"
+        for region, (matched, expected) in entry.per_region.items()
+    )
+    lines = [f"sites: {entry.counts}" + (f" over all modules; in one graph: {per_graph}" if per_graph else "")]
     if entry.declined:
         lines.append(f"declined: {entry.declined}")
     lines += [f"  matched {site}" for site in entry.sites]
@@ -75,22 +117,40 @@ def _with_what_it_builds_on(name: str) -> list[str]:
     return names
 
 
-def _rules(instance: Pass) -> list[str]:
-    assert isinstance(instance, GraphPass)
-    rules = instance.rules()
-    parts = []
-    shared: dict[str, str] = {}
-    for number, rule in enumerate(rules, 1):
-        title = f"rule {number} of {len(rules)}"
-        parts.append(f"{title}, pattern\n{_source(rule.pattern)}\n\n{title}, replacement\n{_source(rule.replacement)}")
-        for helper, function in inspect.getmembers(patterns, inspect.isfunction):
-            called = rule.pattern is not function and helper in rule.pattern.__code__.co_names
-            if called and function.__module__ == patterns.__name__:
-                shared[helper] = _source(function)
-        if rule.guard is not None:
-            parts[-1] += f"\n\n{title}, guard\n{_source(rule.guard)}"
-    return parts + [f"used above\n{source}" for source in shared.values()]
+def _roles(rule: Rule) -> dict[str, Callable[..., Any] | None]:
+    return {"pattern": rule.pattern, "replacement": rule.replacement, "guard": rule.guard}
 
 
-def _source(function: Callable[..., Any]) -> str:
-    return "\n".join(f"  {line}" for line in textwrap.dedent(inspect.getsource(function)).splitlines())
+def _helpers(rules: Sequence[Rule]) -> list[FunctionType]:
+    """What the functions of rules call, directly or not, in their own file and among the shared patterns."""
+    shown = [function for rule in rules for function in _roles(rule).values() if function is not None]
+    found: list[FunctionType] = []
+    todo = list(shown)
+    while todo:
+        for called in _called(todo.pop(0)):
+            if called not in shown and called not in found:
+                found.append(called)
+                todo.append(called)
+    return found
+
+
+def _called(function: Callable[..., Any]) -> Iterator[FunctionType]:
+    if not isinstance(function, FunctionType):
+        return
+    for name in function.__code__.co_names:
+        called = function.__globals__.get(name)
+        if isinstance(called, FunctionType) and called.__module__ in (function.__module__, patterns.__name__):
+            yield called
+
+
+def _source(function: Callable[..., Any] | None) -> str | None:
+    if function is None:
+        return None
+    try:
+        return textwrap.dedent(inspect.getsource(function)).rstrip()
+    except (OSError, TypeError):  # typed in by hand, or not a plain function
+        return repr(function)
+
+
+def _indented(text: str) -> str:
+    return textwrap.indent(text, "  ")

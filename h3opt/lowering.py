@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from h3opt.canonical import canonicalize
-from h3opt.errors import ShortfallError, ShortfallWarning
+from h3opt.errors import H3OptError, PassFailedError, ShortfallError, ShortfallWarning
 from h3opt.probe import probe, signature
 from h3opt.protocol import GraphFacts, GraphPass
 from h3opt.rewrite import Match, NearMiss, apply_rules
@@ -67,7 +67,14 @@ class Lowering:
         facts = dataclasses.replace(facts, operators=operators)
         outcomes: dict[str, GraphOutcome] = {}
         for graph_pass in passes:
-            outcome = self._apply(graph_pass, module)
+            try:
+                outcome = self._apply(graph_pass, module)
+            except H3OptError:
+                raise
+            except Exception as error:  # a guard, a replacement or an operator's fake implementation
+                raise PassFailedError(
+                    f"Pass {graph_pass.name!r} failed on {facts.region or 'the graph'}: {error!r}. Turn it off."
+                ) from error
             outcome.expected = graph_pass.expect(facts)
             outcomes[graph_pass.name] = outcome
             if outcome.expected is not None and outcome.matched + len(outcome.refused) < outcome.expected:

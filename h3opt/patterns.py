@@ -40,6 +40,8 @@ def tables_line_up(match: Match, *per_token: str) -> str | None:
         return f"{missing[0]} is no tensor"
     if len(match.dtypes(*per_token)) != 1:
         return f"{', '.join(per_token)} have different dtypes: {sorted(map(str, match.dtypes(*per_token)))}"
+    if not next(iter(match.dtypes(*per_token))).is_floating_point:
+        return f"{per_token[0]} is not real floating point"
     x, index = match.tensor(per_token[0]), match.tensor("index")
     if x is None or index is None or x.ndim < 2 or index.ndim != 1:
         return f"{per_token[0]} is not [..., tokens, channels] with one index per token"
@@ -51,6 +53,10 @@ def tables_line_up(match: Match, *per_token: str) -> str | None:
         other = match.tensor(name)
         if other is None or str(other.shape[-1]) != str(x.shape[-1]):
             return f"{name} does not have the channels of {per_token[0]}"
+        if name in ("scale", "shift", "gate") and other.ndim != 2:
+            return f"{name} is not a [rows, channels] table"
+        if name == "y" and str(other.shape) != str(x.shape):
+            return f"y is broadcast to the shape of {per_token[0]}"
     return None
 
 
@@ -59,6 +65,8 @@ def halves_of_channels(match: Match) -> str | None:
     x = match.tensor("x")
     if x is None or match.literal("dim") != x.ndim - 1:
         return "the slices are not along the last dimension"
+    if not all(isinstance(match.literal(bound), int) for bound in ("middle", "end")):
+        return "the slices have bounds that are not known"
     if match.literal("end") != x.shape[-1] or match.literal("middle") * 2 != x.shape[-1]:
         return f"the slices are not the two halves of {x.shape[-1]} channels"
     return None

@@ -71,18 +71,18 @@ def _random_arguments(match: Match, seed: int) -> dict[str, Any]:
             arguments[name] = _literal(bound)
             continue
         generator = torch.Generator(tensor.device).manual_seed(seed + len(arguments))
-        shape = [size_hint(size) for size in tensor.shape]
-        real = torch.empty_strided(
-            shape, [size_hint(step) for step in tensor.stride()], dtype=tensor.dtype, device=tensor.device
-        )
+        full = [size_hint(size) for size in tensor.shape]
+        strides = [size_hint(step) for step in tensor.stride()]
+        shape = [size if step else 1 for size, step in zip(full, strides, strict=True)]  # expanded below
+        real = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
         if tensor.dtype.is_floating_point:
             noise = torch.randn(shape, generator=generator, device=tensor.device) * _SPREAD
             real.copy_(noise.to(tensor.dtype))
         else:
-            table = match.tensor(match.rule.index_into[name])
-            rows = size_hint(table.shape[0]) if table is not None else 1
+            table = match.tensor(match.rule.index_into[name]) if name in match.rule.index_into else None
+            rows = size_hint(table.shape[0]) if table is not None else 2
             real.copy_(torch.randint(0, rows, shape, generator=generator, device=tensor.device))
-        arguments[name] = real
+        arguments[name] = real.expand(full)
     return arguments
 
 

@@ -6,6 +6,7 @@ literals by name and try both orders of ``+`` and ``*``; hence a matcher of our 
 
 from __future__ import annotations
 
+import heapq
 import inspect
 import math
 import operator
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.passes.tools_common import legalize_graph
 
 from h3opt.canonical import mutating_node, spell, value
 from h3opt.errors import PassDefinitionError, PassFailedError
@@ -138,7 +138,7 @@ def apply_rules(
     misses = sorted((miss for node, miss in missed if node in left), key=lambda miss: -miss.matched)
     outcome.near_misses += [miss for miss in misses if 2 * miss.matched >= miss.of] or misses[:1]
     if outcome.matched:
-        legalize_graph(module)
+        _sort_stably(module.graph)
         module.graph.eliminate_dead_code()
         module.graph.lint()
         module.recompile()
@@ -350,6 +350,25 @@ def _replace(module: GraphModule, match: Match) -> None:
     for node in reversed(list(module.graph.nodes)):
         if node in replaced and not node.users:
             module.graph.erase_node(node)
+
+
+def _sort_stably(graph: Graph) -> None:
+    """Inputs before their readers, and otherwise the order as it was: random operators and mode switches have one."""
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    missing = {node: len(node.all_input_nodes) for node in position}
+    ready = [number for node, number in position.items() if not missing[node]]
+    nodes = list(position)
+    heapq.heapify(ready)
+    last: Node | None = None
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        if last is not None:
+            last.append(node)
+        last = node
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, position[user])
 
 
 def _fake_value(node: Node, module: GraphModule) -> Any:

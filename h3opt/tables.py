@@ -10,7 +10,7 @@ from rich.text import Text
 from h3opt.profiles import Profile, list_profiles
 from h3opt.registry import list_passes
 from h3opt.report import Report
-from h3opt.verification import Verdict
+from h3opt.verification import Verdict, versions
 
 MARKERS = ("<!-- passes:start -->", "<!-- passes:end -->")
 """Between these lines README.md holds :func:`passes_markdown`."""
@@ -27,7 +27,8 @@ def passes_table() -> Table:
     """All registered passes."""
     table = _table("pass", "kind", "promise", "what it does")
     for cls in list_passes():
-        table.add_row(cls.name, cls.kind, str(cls.promise), cls.summary())
+        after = f"\nafter {', '.join(cls.after)}" if cls.after else ""
+        table.add_row(cls.name, cls.kind, str(cls.promise), cls.summary() + after)
     return table
 
 
@@ -94,7 +95,7 @@ def report_table(report: Report) -> Table:
 
 
 def verdict_table(verdict: Verdict) -> Table:
-    """What each pass did to picture and sound."""
+    """What each pass did to picture and sound; reasons to decline are in :func:`verdict_lines`."""
     table = _table("pass", "kind", "sites", "promise", "measured", "", "s")
     styles = {True: ("held", "green"), False: ("BROKEN", "bold red"), None: ("declined", "yellow")}
     for one in verdict.passes:
@@ -103,34 +104,40 @@ def verdict_table(verdict: Verdict) -> Table:
             one.name,
             one.kind,
             one.counts,
-            str(one.promise),
-            one.measured,
+            _short(str(one.promise)),
+            "–" if one.declined else _short(str(one.difference)),
             Text(word, style=style),
-            f"{one.seconds:.1f}",
+            f"{one.seconds:.1f}" if one.seconds < 10 else f"{one.seconds:.0f}",
         )
     table.columns[-1].justify = "right"
     return table
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
-    """What stands below the table: the comparisons with the unmodified pipeline."""
-    exact = "no Exact pass on" if verdict.exact_set is None else str(verdict.exact_set)
-    lines = [
-        f"captured, no pass    against unmodified: {verdict.capture}",
-        f"{len(verdict.exact_names)} Exact passes       against unmodified: {exact} (video and audio)",
-        f"all passes           against unmodified: {verdict.all_passes}",
-    ]
+    """What stands below the table: who declined, and the comparisons with the unmodified pipeline."""
+    lines = [f"{one.name} declined: {one.declined}" for one in verdict.passes if one.declined]
+    rows = [("captured, no pass on", str(verdict.capture))]
+    if verdict.exact_set is not None:
+        rows.append((f"Exact passes on ({len(verdict.exact_names)})", f"{verdict.exact_set} (video and audio)"))
+    rows.append(("all passes on", str(verdict.all_passes)))
     if verdict.noise_floor is not None:
-        lines.append(f"unmodified, its noise moved by one ulp: {verdict.noise_floor}")
+        rows.append(("noise floor", f"{verdict.noise_floor} (h3opt off, inputs moved by one ulp)"))
+    lines += ["against the unmodified pipeline:", *(f"  {name:22}{found}" for name, found in rows)]
     lines.append(
-        f"one generation: {verdict.reference_seconds:.1f} s unmodified, {verdict.optimized_seconds:.1f} s optimized, "
-        f"on {verdict.report.device}"
+        f"one generation: {verdict.reference_seconds:.1f} s unmodified, {verdict.optimized_seconds:.1f} s optimized "
+        f"(warm), on {verdict.report.device}"
     )
+    lines.append(", ".join(f"{package} {version}" for package, version in versions().items()))
     lines += verdict.report.notices
-    if verdict.broken:
-        lines.append(f"promise broken by: {', '.join(verdict.broken)}")
+    if not verdict.held:
+        lines.append(f"promise broken by: {', '.join(verdict.broken) or 'the capture itself, with no pass on'}")
     lines.append(f"output moved by: {', '.join(verdict.moved) or 'no pass'}")
     return lines
+
+
+def _short(text: str) -> str:
+    """A promise or a difference for a narrow column: the decibels are those of the sound."""
+    return text.replace(", audio ", ", ")
 
 
 def _table(*columns: str) -> Table:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from h3opt.calls import around, unwritten, writes
+from h3opt.calls import ambient, around, unwritten, writes
 from h3opt.device import Device
 from h3opt.promises import Exact
 from h3opt.protocol import Mutant, No, SchedulePass, Yes
@@ -31,9 +31,9 @@ SOURCES = {
 class HoistStepInvariants(SchedulePass):
     """Context embedder, token refiner and rope give every step the same tensors: run them in the first step only.
 
-    A result is reused while the transformer is called with the same tensor object, unwritten since, and the module's
-    weights are the same, unwritten since. Nothing is compared by value, so nothing waits for the device; tensors made
-    under ``torch.inference_mode`` count no writes and are the exception.
+    A result is reused while the module reads the same tensor objects and the same weights, unwritten since, under the
+    same autocast; with gradients on, never. Nothing is compared by value, so nothing waits for the device; tensors
+    made under ``inference_mode`` count no writes and are compared. Writes through ``.data`` are not seen either.
     """
 
     name = "hoist_step_invariants"
@@ -82,21 +82,33 @@ class Memo:
     source: str
     current: dict[str, torch.Tensor]
     made_from: tuple[Any, ...] | None = None
+    mode: Any = None
     result: Any = None
 
+    @property
+    def reads_source(self) -> bool:
+        """Whether the source itself stands for what is read."""
+        return isinstance(self.module, torch.nn.Linear)
+
     def __call__(self, proceed: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.source not in self.current:  # called on its own, or the transformer was called by position
+        # called on its own, or the transformer was called by position, or each call needs a graph for gradients
+        if self.source not in self.current or torch.is_grad_enabled():
             return proceed(*args, **kwargs)
-        tensors = self.tensors()
-        if self.made_from is None or not _same(self.made_from, tensors):
+        tensors, mode = self.tensors(args), ambient(args[0].device)
+        if self.made_from is None or self.mode != mode or not _same(self.made_from, tensors):
             made_from = tuple((tensor, writes(tensor)) for tensor in tensors)
             self.result = proceed(*args, **kwargs)
-            self.made_from = made_from
+            self.made_from, self.mode = made_from, mode
         return self.result
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The source and the weights; holding on to them keeps their identity from being reused."""
-        return (self.current[self.source], *self.module.parameters(), *self.module.buffers())
+    def tensors(self, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """What the result is made from; holding on to it keeps its identity from being reused.
+
+        The embedder reads a cast of its source, which may be a new tensor in every step; the others read what they
+        are handed, and the refiner is handed the embedder's result.
+        """
+        read = (self.current[self.source],) if self.reads_source else args
+        return (*read, *self.module.parameters(), *self.module.buffers())
 
 
 def _same(made_from: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> bool:
@@ -106,7 +118,7 @@ def _same(made_from: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> bool
 
 
 class _Stale(Memo):
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         return ()
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from h3opt.calls import around, unwritten, writes
+from h3opt.calls import ambient, around, unwritten, writes
 from h3opt.device import Device
+from h3opt.errors import PipelineError
 from h3opt.promises import Exact
 from h3opt.protocol import Mutant, No, SchedulePass, Yes
 from h3opt.registry import register
@@ -33,6 +34,9 @@ class TableRows(torch.nn.Module):
     def __init__(self, rows: torch.Tensor) -> None:
         super().__init__()
         self.register_buffer("rows", rows, persistent=False)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PipelineError("A copy would keep the tables of one step. Call restore() before copying or saving.")
 
     def forward(self, temb: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.rows.chunk(6, dim=-1)
@@ -85,6 +89,7 @@ class Tables:
 
     transformer: Any
     steps: dict[int, tuple[torch.Tensor, int | torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
+    made_with: tuple[Any, ...] = ()  # see stamp()
     unannounced: int = 0  # id of the timestep computed last outside a schedule; 0 is nobody's
 
     def __post_init__(self) -> None:
@@ -101,6 +106,12 @@ class Tables:
 
     def compute(self, timesteps: Sequence[torch.Tensor]) -> None:
         """Fill the tables of ``timesteps``, each ``[distinct timesteps]``; weights visit the GPU block by block."""
+        if max(timestep.numel() for timestep in timesteps) > MAX_TIMESTEPS:
+            raise PipelineError(
+                f"A forward has more than {MAX_TIMESTEPS} distinct timesteps, which modulation_table has no room for. "
+                "Turn the pass off."
+            )
+        self.made_with = self.stamp()
         with torch.no_grad():
             embeddings = [self._embed(timestep) for timestep in timesteps]
             for timestep in timesteps:
@@ -108,8 +119,8 @@ class Tables:
             for projection in self.projections:
                 projection.to(self.device)
                 for timestep, temb in zip(timesteps, embeddings, strict=True):
-                    rows = self.blank.clone()
                     made = torch.cat(projection(temb), dim=-1)
+                    rows = torch.zeros_like(self.blank, dtype=made.dtype)  # autocast may have its own
                     rows[: made.shape[0]] = made
                     self.steps[id(timestep)][2].append(rows)
                 if self.device.type != "cpu":
@@ -118,6 +129,8 @@ class Tables:
     def select(self, proceed: Any, *args: Any, **kwargs: Any) -> Any:
         """Put the rows of this call's timesteps in place, then go on to the transformer."""
         timestep = kwargs["timestep"] if "timestep" in kwargs else args[3]
+        if self.made_with != self.stamp():
+            self.steps.clear()
         known = self.steps.get(id(timestep))
         if known is None or known[0] is not timestep or not unwritten(timestep, known[1]):
             self.steps.pop(self.unannounced, None)  # keep one: each call may bring another
@@ -126,6 +139,12 @@ class Tables:
         for block, rows in zip(self.transformer.transformer_blocks, self.rows(timestep), strict=True):
             block.adaln_proj.rows = rows
         return proceed(*args, **kwargs)
+
+    def stamp(self) -> tuple[Any, ...]:
+        """What tables depend on beside the timestep: autocast, and the weights they are computed from."""
+        modules = (self.transformer.time_embedder, *self.projections)
+        weights = (weight for module in modules for weight in module.parameters() if not weight.is_inference())
+        return (*ambient(self.device), *((id(weight), weight._version) for weight in weights))
 
     def rows(self, timestep: torch.Tensor) -> list[torch.Tensor]:
         """The tables of ``timestep``, one per block."""

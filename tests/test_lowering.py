@@ -15,7 +15,7 @@ from h3opt.kernels import ops
 from h3opt.lowering import Lowering, copy_graph
 from h3opt.probe import probe, signature
 from h3opt.promises import Exact, Perceptual, Rounding
-from h3opt.protocol import GraphFacts, GraphPass
+from h3opt.protocol import GraphFacts, GraphPass, Rule
 from h3opt.quality import bits_equal
 from h3opt.registry import in_order, list_passes, make_pass
 from h3opt.rewrite import Match, apply_rules
@@ -137,6 +137,20 @@ def test_a_pass_whose_replacement_has_another_shape_stops_the_lowering():
     graph, _ = norm_graph(2)
     with pytest.raises(PassFailedError, match="Add a guard to the rule, or mend the replacement"):
         Lowering(probe=False).run(graph, [broken], BLOCK)
+
+
+def test_a_pass_that_raises_is_named():
+    def clumsy(match):
+        raise AttributeError("'NoneType' object has no attribute 'dtype'")
+
+    (rule,) = make_pass("norm_modulate").rules()  # type: ignore[attr-defined]
+    cls = type(make_pass("norm_modulate"))
+    guarded = type("Guarded", (cls,), {"rules": lambda self: (Rule(rule.pattern, rule.replacement, clumsy),)})()
+    graph, _ = norm_graph(2)
+    with pytest.raises(
+        PassFailedError, match=r"Pass 'norm_modulate' failed on transformer.block: AttributeError.*Turn"
+    ):
+        Lowering().run(graph, [guarded], BLOCK)
 
 
 def test_a_copied_graph_can_be_changed_without_the_original():

@@ -1,0 +1,125 @@
+"""``h3opt explain``: the source of every rule, the conditions its guard calls, and the sites of one generation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from h3opt import explain as explaining
+from h3opt.errors import UnknownPassError
+from h3opt.explain import describe, explain, explain_sites, sites_text
+from h3opt.generation import GenerationSettings
+from h3opt.promises import Exact
+from h3opt.protocol import GraphPass, Rule, SchedulePass
+from h3opt.registry import find_pass, list_passes, make_pass
+from h3opt.report import PassReport
+
+PASSES = list_passes()
+SHORT = GenerationSettings(num_inference_steps=2)
+
+
+@pytest.mark.parametrize("cls", PASSES, ids=lambda cls: cls.name)
+def test_a_description_is_whole_and_json_ready(cls: Any) -> None:
+    found = json.loads(json.dumps(describe(cls.name)))
+    assert (found["name"], found["kind"], found["promise"]) == (cls.name, cls.kind, str(cls.promise))
+    assert found["doc"].splitlines()[0] == cls.summary()
+    assert list(found["options"]) == [field.name for field in dataclasses.fields(cls)]
+    assert found["mutants"] == [mutant.why for mutant in make_pass(cls.name).mutants()]
+    assert found["after"] == list(cls.after)
+    assert found["happens_before"] == (list(cls.happens_before) if issubclass(cls, SchedulePass) else [])
+    assert bool(found["rules"]) == issubclass(cls, GraphPass)
+
+
+@pytest.mark.parametrize("cls", [one for one in PASSES if issubclass(one, GraphPass)], ids=lambda cls: cls.name)
+def test_every_rule_of_a_graph_pass_shows_its_pattern_and_replacement(cls: Any) -> None:
+    text = explain(cls.name)
+    rules = make_pass(cls.name).rules()  # type: ignore[attr-defined]
+    for number, rule in enumerate(rules, 1):
+        title = f"rule {number} of {len(rules)}"
+        assert f"{title}, pattern\n  def {rule.pattern.__name__}(" in text
+        assert f"{title}, replacement\n  def {rule.replacement.__name__}(" in text
+        assert (f"{title}, guard\n" in text) == (rule.guard is not None)
+
+
+@pytest.mark.parametrize("cls", PASSES, ids=lambda cls: cls.name)
+def test_the_text_has_promise_order_and_defaults(cls: Any) -> None:
+    text = explain(cls.name)
+    assert text.startswith(f"{cls.name}: {cls.kind} pass, promise {cls.promise}\n\n{cls.summary()}")
+    for name, value in make_pass(cls.name).options().items():
+        assert f"{name} = {value!r}" in text
+    if cls.after:
+        assert f"runs after: {', '.join(cls.after)}" in text
+    for sentence in getattr(cls, "happens_before", ()):
+        assert f"  {sentence}\n" in text
+
+
+def test_what_pattern_and_guard_call_is_shown_once() -> None:
+    helpers = describe("residual_fold")["helpers"]
+    assert set(helpers) >= {"gated_residual", "modulated_norm", "tables_line_up"}
+    text = explain("residual_fold")
+    assert text.count("def tables_line_up(") == text.count("def foldable(") == 1
+    assert "rule 2 of 3, guard\n  that of rule 1 of 3" in text
+
+
+def test_a_pattern_taken_from_the_shared_ones_is_not_its_own_helper() -> None:
+    assert "modulated_norm" not in describe("norm_modulate")["helpers"]
+    assert "def tables_line_up(" in explain("norm_modulate")  # called by a lambda
+
+
+def test_a_function_without_source_text_is_named() -> None:
+    typed_in: dict[str, Any] = {}
+    exec("def typed_in(x): return x", typed_in)
+    rule = Rule(typed_in["typed_in"], functools.partial(max, 1))
+    assert "typed_in" in str(explaining._source(rule.pattern))
+    assert "partial" in str(explaining._source(rule.replacement))
+    assert explaining._helpers((rule,)) == []
+
+
+def test_an_unknown_pass_is_refused_before_the_pipeline_is_touched() -> None:
+    for ask in (describe, explain, lambda name: explain_sites(None, name)):
+        with pytest.raises(UnknownPassError, match="did you mean 'norm_modulate'"):
+            ask("norm_modulat")
+
+
+def test_sites_come_from_a_run_with_the_passes_it_builds_on(silent: Any) -> None:
+    entry = explain_sites(silent, "residual_fold", SHORT)  # the fixture checks that the pipeline is given back
+    assert entry.state == "on" and entry.matched == entry.expected and entry.matched
+    text = sites_text(entry)
+    assert text.startswith(f"sites: {entry.counts} over all modules; in one graph: ")
+    assert f"\n  matched {entry.sites[0]}" in text
+    assert all(re.fullmatch(r"transformer\.block: \w+.*", site) for site in entry.sites)
+    reason = r"vae\.block: \w+ in attn: \d of \d operators match, but \S+ stands where aten\.\S+ is expected"
+    near = next(miss for miss in entry.near_misses if re.fullmatch(reason, miss))
+    assert f"\n  nearly  {near}" in text
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("heavy")
+def test_a_pass_that_falls_short_still_answers(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = find_pass("fused_swiglu")
+    monkeypatch.setattr(cls, "expect", lambda self, facts: 50)
+    with pytest.warns(UserWarning, match="fused_swiglu"):
+        entry = explain_sites(silent, "fused_swiglu", SHORT)
+    assert entry.matched and entry.expected and entry.matched < entry.expected
+
+
+def test_sites_say_why_a_pass_declined_and_what_it_missed() -> None:
+    entry = PassReport("x", "graph", Exact(), "declined", "no such unit", refused=["a: 3 elements"], near_misses=["b"])
+    assert sites_text(entry) == "sites: –\ndeclined: no such unit\n  refused a: 3 elements\n  nearly  b"
+
+
+def test_a_pass_builds_on_what_it_comes_after_directly_and_through_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Stub:
+        name: str
+        after: tuple[str, ...] = ()
+
+    stubs = [Stub("c", ("b", "not_installed")), Stub("b", ("a",)), Stub("a", ("c",)), Stub("z")]
+    monkeypatch.setattr(explaining, "list_passes", lambda: stubs)
+    assert sorted(explaining._with_what_it_builds_on("c")) == ["a", "b", "c"]

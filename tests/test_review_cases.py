@@ -1,0 +1,137 @@
+"""Cases in which an earlier version gave another result than the unmodified code, or raised where it should decline."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from h3opt import optimize
+from h3opt.canonical import canonicalize
+from h3opt.capture import trace
+from h3opt.errors import PipelineError
+from h3opt.reference import full_inputs, tiny_pipeline
+from h3opt.registry import make_pass
+from h3opt.testing import Draw, Example, rewrite, semantic
+
+
+@pytest.fixture(scope="module")
+def transformer():
+    return tiny_pipeline(dtype=torch.float32).transformer
+
+
+@pytest.fixture
+def inputs(transformer):
+    return full_inputs("64x96x124", text_tokens=5, device="cpu", dtype=torch.float32, config=transformer.config)
+
+
+def same(left, right) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "module"), [("hoist_step_invariants", "context_embedder"), ("modulation_table", "time_embedder")]
+)
+def test_changed_weights_are_noticed_by_everything_computed_from_them(transformer, inputs, name, module):
+    weight = next(getattr(transformer, module).parameters())
+    with optimize(transformer, [name]):
+        transformer(**inputs)
+        weight.mul_(2)
+        found = transformer(**inputs)
+    expected = transformer(**inputs)
+    weight.mul_(0.5)
+    assert same(expected, found)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["hoist_step_invariants", "modulation_table"])
+def test_nothing_computed_without_autocast_is_used_under_it(transformer, inputs, name):
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = transformer(**inputs)
+    with optimize(transformer, [name]):
+        transformer(**inputs)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert same(expected, transformer(**inputs))
+
+
+def test_two_backward_passes_with_hoisting_on(transformer, inputs):
+    with optimize(transformer, ["hoist_step_invariants"]):
+        for _ in range(2):
+            transformer(**inputs)[0].sum().backward()
+    transformer.zero_grad()
+
+
+@torch.no_grad()
+def test_a_copy_that_would_keep_one_steps_tables_is_refused(transformer):
+    with optimize(transformer, ["modulation_table"]), pytest.raises(PipelineError, match="restore"):
+        copy.deepcopy(transformer)
+
+
+def narrowed(x):
+    return x.narrow(1, -2, 2) + 1
+
+
+def under_autocast(x, w):
+    plain = F.linear(x, w)
+    with torch.autocast("cpu", torch.bfloat16):
+        return plain, F.linear(x, w)
+
+
+def twice(x):
+    return x + 1, x + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"), [(narrowed, [(2, 5, 4)]), (under_autocast, [(3, 4), (5, 4)])], ids=["narrow", "autocast"]
+)
+def test_canonical_graphs_give_what_the_function_gives(function, shapes):
+    args = [torch.randn(shape) for shape in shapes]
+    module = canonicalize(trace(function, args))
+    expected, found = function(*args), module(*args)
+    pairs = zip(*(one if isinstance(one, tuple) else (one,) for one in (expected, found)), strict=True)
+    assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
+
+
+def test_two_outputs_stay_two_tensors():
+    first, second = canonicalize(trace(twice, [torch.randn(3)]))(torch.randn(3))
+    assert first.data_ptr() != second.data_ptr()
+
+
+def test_random_operators_keep_their_order_around_a_rewrite():
+    draw = Draw(dtype=torch.float32)
+    norm = make_pass("norm_modulate")
+    example = norm.example(draw)
+
+    def model(x, *rest):
+        normed = example.function(x, *rest)
+        return F.dropout(normed, 0.5, True), torch.rand_like(x)
+
+    graph = semantic(Example(model, example.args))
+    rewritten, outcome = rewrite(norm, graph)
+    assert outcome.matched == 1
+    torch.manual_seed(0)
+    expected = graph(*example.args)
+    torch.manual_seed(0)
+    assert same(expected, rewritten(*example.args))
+
+
+@pytest.mark.parametrize("shape", [(1, 7, 16), (7, 16), (16,)], ids=str)
+def test_a_broadcast_addend_is_not_folded(shape):
+    fold = make_pass("residual_fold")
+    example = fold.example(Draw(batch=2))
+    residual, _, *rest = example.args
+    outcome = rewrite(fold, semantic(Example(example.function, (residual, torch.randn(shape), *rest))))[1]
+    assert outcome.matched == 0
+
+
+def test_an_expanded_input_is_probed_and_fused():
+    norm = make_pass("norm_modulate")
+    example = norm.example(Draw())
+    x, *rest = example.args
+    compiled = torch.compile(example.function, backend="h3opt", options={"passes": ["norm_modulate"]})
+    with torch.no_grad():
+        expanded = x.expand(3, *x.shape[1:])
+        assert torch.equal(compiled(expanded, *rest), example.function(expanded, *rest))

@@ -1,0 +1,189 @@
+"""``h3opt.verify`` names the pass that moved what, holds each to its promise, and leaves the pipeline as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from conftest import COMPONENTS, assert_same_media, differing, fingerprint
+
+import h3opt
+from h3opt.errors import PassConflictError, PipelineError, ShortfallError, UnknownPassError
+from h3opt.generation import GenerationSettings, generate
+from h3opt.kernels import ops
+from h3opt.registry import make_pass
+from h3opt.testing import rewired
+from h3opt.verification import Difference, Verdict
+
+aten = torch.ops.aten
+CLIP = GenerationSettings(num_inference_steps=3)
+OTHER_PROMPT = "Rain on a tin roof at night."
+pytestmark = pytest.mark.xdist_group("bfloat16 pipeline")
+
+
+def verify(pipe: Any, passes: Any, prompts: Any = None, **options: Any) -> Verdict:
+    return h3opt.verify(pipe, prompts, passes, "cpu", settings=CLIP, **options)
+
+
+def mutant(name: str, number: int = 0) -> Any:
+    return make_pass(name).mutants()[number].instance
+
+
+def slightly_off() -> Any:
+    """fused_swiglu with a kernel that is wrong in the last places."""
+
+    def wrong(x, dim, middle, end):
+        return aten.mul.Tensor(ops.swiglu(x), 1 + 2**-20)
+
+    return rewired(make_pass("fused_swiglu"), wrong)  # type: ignore[arg-type]
+
+
+def module_types(found: dict[Any, Any]) -> dict[Any, type]:
+    return {key: one[0] for key, one in found.items() if key[0] in COMPONENTS and key[1] != "weight"}
+
+
+# --- what it finds ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_pass_of_the_profile_keeps_its_promise_on_the_tiny_pipeline(silent):
+    told: list[tuple[str, int, int]] = []
+    before = fingerprint(silent)
+    verdict = verify(silent, None, progress=lambda *what: told.append(what))
+    assert verdict.held and verdict.broken == []
+    assert verdict.capture.equal and verdict.exact_set is not None and verdict.exact_set.equal
+    assert "fp8_linear" in verdict.moved and "norm_modulate" not in verdict.moved
+    assert not verdict.all_passes.equal and verdict.all_passes.lpips < 0.03
+    assert verdict.noise_floor is not None and not verdict.noise_floor.equal
+    assert {one.name for one in verdict.passes} == {cls.name for cls in h3opt.list_passes()}
+    assert all(one.held for one in verdict.passes)
+    assert set(verdict.exact_names) <= {one.name for one in verdict.passes if str(one.promise) == "exact"}
+    assert "fp8_linear" not in verdict.exact_names and "residual_fold" in verdict.exact_names
+    # progress: one call before each generation, and the end
+    done = [what[1] for what in told]
+    assert done == list(range(len(told))) and told[-1] == ("done", told[-1][2], told[-1][2])
+    assert {what[2] for what in told} == {len(told) - 1}
+    # the verdict as JSON
+    text = json.dumps(verdict.to_dict(), allow_nan=False)
+    found = json.loads(text)
+    assert found["held"] is True and found["moved"] == verdict.moved
+    assert found["capture"]["psnr_db"] is None, "infinite decibels have no JSON"
+    assert torch.__version__.startswith(found["versions"]["torch"])
+    assert found["settings"] == [CLIP.to_dict()]
+    assert found["report"]["passes"][0]["name"] in verdict.report
+    assert differing(before, fingerprint(silent)) == []
+
+
+def test_the_exact_pass_that_broke_is_named_and_no_other(silent):
+    verdict = verify(silent, ["norm_modulate", "fused_swiglu", mutant("modulation_table")])
+    assert not verdict.held
+    assert verdict.broken == verdict.moved == ["modulation_table"]
+    assert {one.name: one.held for one in verdict.passes} == {
+        "norm_modulate": True,
+        "fused_swiglu": True,
+        "modulation_table": False,
+    }
+    assert verdict.capture.equal and verdict.noise_floor is None, "no Rounding pass needs a floor"
+    assert verdict.exact_set is not None and not verdict.exact_set.equal
+    (broken,) = [one for one in verdict.passes if one.held is False]
+    assert broken.difference.video_differing > 0 and broken.measured.startswith("LPIPS")
+
+
+@pytest.mark.slow
+def test_sound_counts_as_picture_does(pipe):
+    verdict = verify(pipe, [mutant("modulation_table")])
+    (one,) = verdict.passes
+    assert one.difference.audio_differing > 0 and math.isfinite(one.difference.audio_snr_db)
+    assert verdict.broken == ["modulation_table"]
+
+
+def test_a_wrong_kernel_is_caught_with_the_probe_off_and_declined_with_it_on(silent):
+    caught = verify(silent, [slightly_off()], probe=False)
+    assert not caught.held and caught.broken == ["fused_swiglu"]
+    declined = verify(silent, [slightly_off()])
+    assert declined.held and declined.moved == []
+    (one,) = declined.passes
+    assert one.held is None and one.declined and one.measured.startswith("declined: ") and one.counts == "–"
+
+
+@pytest.mark.parametrize("name", ["fp8_linear", "tile_batch"])
+def test_a_promise_that_is_not_exact_is_broken_by_a_mutant(silent, name):
+    verdict = verify(silent, ["norm_modulate", mutant(name)])
+    assert verdict.broken == [name] and not verdict.held
+    assert verdict.exact_names == ["norm_modulate"] and verdict.exact_set is not None and verdict.exact_set.equal
+
+
+@pytest.mark.slow
+def test_what_only_a_second_prompt_shows_is_seen_with_two_prompts(silent):
+    stale = mutant("hoist_step_invariants")
+    assert verify(silent, [stale]).held, "one prompt cannot tell"
+    verdict = verify(silent, [stale], [CLIP.prompt, OTHER_PROMPT])
+    assert verdict.broken == ["hoist_step_invariants"]
+    assert [one.prompt for one in verdict.settings] == [CLIP.prompt, OTHER_PROMPT]
+    assert verify(silent, ["hoist_step_invariants"], [CLIP.prompt, OTHER_PROMPT]).held
+
+
+def test_without_an_exact_pass_there_is_no_exact_set(silent):
+    verdict = verify(silent, ["tile_batch"])
+    assert verdict.exact_set is None and verdict.exact_names == [] and verdict.held
+    assert verdict.to_dict()["exact_set"] is None
+
+
+def test_without_a_pass_capture_alone_is_verified(silent):
+    verdict = verify(silent, [])
+    assert verdict.held and verdict.passes == [] and verdict.noise_floor is None
+    assert verdict.all_passes == Difference()
+
+
+# --- how it leaves things --------------------------------------------------------------------------------------
+
+
+def test_passes_installed_before_are_installed_again(silent):
+    reference = generate(silent, CLIP)
+    with h3opt.optimize(silent, ["modulation_table", "norm_modulate"], "cpu") as opt:
+        inside = fingerprint(silent)
+        verdict = verify(silent, ["fused_swiglu"])
+        assert verdict.held and [one.name for one in verdict.passes] == ["fused_swiglu"]
+        assert opt.active and opt.report["modulation_table"].counts == "4/4"
+        assert module_types(inside) == module_types(fingerprint(silent))
+        assert_same_media(reference, generate(silent, CLIP))
+        assert opt.report["norm_modulate"].counts == "8/8"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "passes", "error"),
+    [
+        ([], ["norm_modulate"], PipelineError),
+        ("", ["norm_modulate"], PipelineError),
+        (["A fox.", "  "], ["norm_modulate"], PipelineError),
+        ([None], ["norm_modulate"], PipelineError),
+        (None, ["norm_modulat"], UnknownPassError),
+        (None, ["tile_batch", "tile_batch"], PassConflictError),
+    ],
+    ids=["no prompts", "empty prompt", "blank prompt", "no text", "unknown pass", "a pass twice"],
+)
+def test_what_cannot_be_verified_is_refused_before_anything_runs(silent, prompts, passes, error):
+    told: list[Any] = []
+    before = fingerprint(silent)
+    with pytest.raises(error):
+        verify(silent, passes, prompts, progress=lambda *what: told.append(what))
+    assert told == [] and differing(before, fingerprint(silent)) == []
+
+
+def test_a_bare_model_cannot_be_verified(silent):
+    with pytest.raises(PipelineError, match="Pass the pipeline, not one of its models"):
+        verify(silent.transformer, ["norm_modulate"])
+
+
+def test_a_failure_on_the_way_leaves_the_pipeline_as_it_was_found(silent):
+    cls = type(make_pass("norm_modulate"))
+    greedy = type("Greedy", (cls,), {"expect": lambda self, facts: 9 if facts.region == "transformer.block" else 0})()
+    reference = generate(silent, CLIP)
+    with h3opt.optimize(silent, ["modulation_table"], "cpu") as opt:
+        with pytest.raises(ShortfallError):
+            verify(silent, [greedy])
+        assert opt.active and opt.report["modulation_table"].counts == "4/4"
+        assert_same_media(reference, generate(silent, CLIP))
