@@ -414,7 +414,7 @@ def test_scope_model_is_reported_and_what_it_rules_out_is_declined(silent):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("scope", ["block", "model"])
+@pytest.mark.parametrize("scope", ["block", pytest.param("model", marks=pytest.mark.slow)])
 def test_every_quantize_with_a_producer_is_fused_whichever_layers_are_quantized(silent, scope, options, fused):
     if scope == "model" and options not in ({}, {"keep_first": 1}):
         return  # capturing the whole model takes long: two of them are enough

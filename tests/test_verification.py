@@ -109,6 +109,7 @@ def test_a_wrong_kernel_is_caught_with_the_probe_off_and_declined_with_it_on(sil
     assert one.held is None and one.declined and one.measured.startswith("declined: ") and one.counts == "–"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8_linear", "tile_batch"])
 def test_a_promise_that_is_not_exact_is_broken_by_a_mutant(silent, name):
     verdict = verify(silent, ["norm_modulate", mutant(name)])
