@@ -128,6 +128,8 @@ def write_frame_strip(
 def _whole_file(path: str | os.PathLike[str], encoding_error: type[Exception] = OSError) -> Iterator[Path]:
     """A temporary name beside `path`, renamed to it on success and removed on failure."""
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise PipelineError(f"cannot write {path}: it is not a regular file; name a file in a folder you can write to")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial

@@ -39,7 +39,8 @@ Run = Callable[..., Result]
 @pytest.fixture
 def h3opt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """``h3opt(*arguments)``: what the installed command does."""
-    monkeypatch.setenv("COLUMNS", "240")
+    monkeypatch.setattr("h3opt.cli.console.width", 240)  # rich reads COLUMNS once, when the module is imported
+    monkeypatch.setattr("h3opt.cli.errors.width", 240)
 
     def run(*arguments: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["h3opt", *map(str, arguments)])
