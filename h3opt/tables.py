@@ -109,6 +109,8 @@ def verdict_table(verdict: Verdict) -> Table:
             Text(word, style=style),
             f"{one.seconds:.1f}" if one.seconds < 10 else f"{one.seconds:.0f}",
         )
+    for column in table.columns[3:5]:  # promise and measure may take two lines, but not break inside a word
+        column.no_wrap, column.min_width = False, 13
     table.columns[-1].justify = "right"
     return table
 

@@ -63,6 +63,8 @@ AUDIO_VAE_CONFIG: dict[str, Any] = {
     "latent_channels": 32,
     "num_attention_heads": 2,
     "decoder_dim": 256,
+    "resblock_kernel_sizes": (3, 7),  # the released model has a third size and dilation: half its time on a CPU
+    "resblock_dilation_sizes": ((1, 3), (1, 3)),
     "latents_mean": [0.0] * 32,
     "latents_std": [1.0] * 32,
 }
