@@ -27,6 +27,28 @@ def swiglu(x: Any, dim: Any, middle: Any, end: Any) -> Any:
     return aten.slice.Tensor(x, dim, 0, middle) * aten.silu(aten.slice.Tensor(x, dim, middle, end))
 
 
+def norm_rope(
+    x: Any, shape: Any, weight: Any, eps: Any, cos: Any, sin: Any, dim: Any, half: Any, rotary: Any, end: Any
+) -> Any:
+    """RMSNorm over each head of ``[batch, tokens, heads, head_dim]``, then rotate-half of its first channels."""
+    normed = aten.rms_norm(x, shape, weight, eps)
+    turned, passed = aten.slice.Tensor(normed, dim, 0, rotary), aten.slice.Tensor(normed, dim, rotary, end)
+    first, second = aten.slice.Tensor(turned, dim, 0, half), aten.slice.Tensor(turned, dim, half, rotary)
+    quarter_turn = aten.cat([aten.neg(second), first], dim)
+    return aten.cat([turned * cos + quarter_turn * sin, passed], dim)
+
+
+def unmasked_attention(query: Any, key: Any, value: Any, swap: Any) -> Any:
+    """Softmax attention over ``[batch, tokens, heads, head_dim]``, tokens and heads swapped around it."""
+    query, key, value = (aten.permute(one, swap) for one in (query, key, value))
+    return aten.permute(aten.scaled_dot_product_attention(query, key, value), swap)
+
+
+def per_token(angles: Any) -> Any:
+    """``[1, tokens, 1, rotary]``, as Q and K share it, → ``[tokens, rotary]``; a view."""
+    return aten.squeeze.dims(angles, [0, 2])
+
+
 def tables_line_up(match: Match, *per_token: str) -> str | None:
     """Why a modulation cannot be fused: mixed dtypes, a norm over more than channels, an index that broadcasts.
 
@@ -69,4 +91,38 @@ def halves_of_channels(match: Match) -> str | None:
         return "the slices have bounds that are not known"
     if match.literal("end") != x.shape[-1] or match.literal("middle") * 2 != x.shape[-1]:
         return f"the slices are not the two halves of {x.shape[-1]} channels"
+    return None
+
+
+def heads_line_up(match: Match) -> str | None:
+    """Why a site is not a per-head norm and rope: other dimensions, other halves, mixed dtypes."""
+    x, cos, sin = (match.tensor(name) for name in ("x", "cos", "sin"))
+    if match.tensor("weight") is None:
+        return "the norm has no weight"
+    if x is None or cos is None or sin is None or x.ndim != 4 or cos.ndim != 4:
+        return "it is not [batch, tokens, heads, head_dim] with one angle per token and channel"
+    half, rotary, end = (match.literal(name) for name in ("half", "rotary", "end"))
+    head_dim = x.shape[-1]
+    if match.literal("dim") != 3 or end != head_dim or 2 * half != rotary or list(match.literal("shape")) != [head_dim]:
+        return f"norm, halves or rotary part do not fit a head of {head_dim} channels"
+    expected = [1, x.shape[1], 1, rotary]
+    if any(str(list(angles.shape)) != str(expected) for angles in (cos, sin)):
+        return f"there are angles {list(cos.shape)}, not {expected}"
+    if len(match.dtypes("x", "weight", "cos", "sin")) != 1:
+        return "heads, weight and angles have different dtypes"
+    return None
+
+
+def heads_attend(match: Match, *names: str) -> str | None:
+    """Why a site is not attention of equal numbers of tokens and heads: ``names`` bind its Q, K and V."""
+    tensors = [match.tensor(name) for name in names]
+    if (
+        any(one is None or one.ndim != 4 for one in tensors)
+        or len({str(one.shape) for one in tensors if one is not None}) != 1
+    ):
+        return "Q, K and V are not [batch, tokens, heads, head_dim] of one shape"
+    if len(match.dtypes(*names)) != 1:
+        return "Q, K and V have different dtypes"
+    if list(match.literal("swap")) != [0, 2, 1, 3]:
+        return "what is swapped around attention is not tokens and heads"
     return None

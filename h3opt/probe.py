@@ -14,7 +14,7 @@ from torch.fx import Node
 from h3opt._torch_private import size_hint
 from h3opt.canonical import value
 from h3opt.promises import Exact, Promise, Rounding
-from h3opt.quality import bits_equal
+from h3opt.quality import bits_equal, row_ulps
 from h3opt.rewrite import Match, parameters
 
 _SPREAD = 2.0  # standard deviation of probe data: large enough that exp and division leave their easy range
@@ -39,8 +39,9 @@ def probe(match: Match, promise: Promise, seed: int = 0) -> str | None:
         found = _as_tuple(match.rule.replacement(**arguments))
     for reference, candidate in zip(expected, found, strict=True):
         comparison = bits_equal(reference, candidate)
-        allowed = promise.ulps if isinstance(promise, Rounding) else 0
-        if not comparison.equal and comparison.max_ulps > allowed:
+        if isinstance(promise, Rounding) and (distance := row_ulps(reference, candidate)) > promise.ulps:
+            return f"the probe found {distance:.1f} ulps of a row between this and the unfused operators on this device"
+        if isinstance(promise, Exact) and not comparison.equal:
             return (
                 f"the probe found {comparison.differing} of {reference.numel()} elements different from the unfused "
                 f"operators on this device"

@@ -18,8 +18,9 @@ class Rounding:
     """The same maths with the same rounding points, but another order of reduction.
 
     Attributes:
-        ulps: the largest distance allowed at the output of one rewritten site, in units in the last place of the
-            site's dtype. On the whole pipeline the pass is held to the noise floor (see :mod:`h3opt.verification`).
+        ulps: of a graph pass: the largest distance allowed at the output of one rewritten site, in units in the last
+            place of the largest magnitude in its row, for data whose products stay in the dtype's normal range. On
+            the whole pipeline the pass is held to the noise floor (see :mod:`h3opt.verification`).
     """
 
     ulps: int = 1
@@ -36,10 +37,12 @@ class Perceptual:
         lpips: the largest LPIPS (AlexNet, mean over frames) against the unmodified pipeline.
         audio_snr_db: the smallest audio signal-to-noise ratio against the unmodified pipeline, in dB; ``None`` for
             a pass that does not touch sound.
+        site_error: of a graph pass: the largest ``‖with − without‖ / ‖without‖`` at one rewritten site on normal data.
     """
 
     lpips: float
     audio_snr_db: float | None = None
+    site_error: float | None = None
 
     def __str__(self) -> str:
         snr = "" if self.audio_snr_db is None else f", audio ≥ {self.audio_snr_db:g} dB"

@@ -126,6 +126,39 @@ def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return distance
 
 
+def row_ulps(reference: torch.Tensor, candidate: torch.Tensor) -> float:
+    """The largest difference, in units in the last place of the largest magnitude of its row (the last dimension).
+
+    What another order of summation moves is a fraction of the summands, not of a sum that happens to be near zero.
+
+    Args:
+        reference, candidate: floating point, of equal shape and dtype.
+
+    Returns:
+        0 where bits agree or both are NaN; infinity where only one is finite, or only one NaN.
+    """
+    _require_same(reference, candidate)
+    if not reference.numel():
+        return 0.0
+    one, other = reference.double(), candidate.to(reference.device).double()
+    one, other = (x.unsqueeze(0) if x.ndim == 0 else x for x in (one, other))
+    same = (one == other) | (one.isnan() & other.isnan())
+    both = one.isfinite() & other.isfinite()
+    largest = one.abs().where(one.isfinite(), 0.0).amax(-1, keepdim=True)
+    info = torch.finfo(reference.dtype)
+    step = torch.exp2(torch.log2(largest.clamp(min=info.tiny)).floor()) * info.eps
+    distance = ((one - other).abs() / step).where(both, float("inf")).masked_fill(same, 0.0)
+    return float(distance.max())
+
+
+def relative_error(reference: torch.Tensor, candidate: torch.Tensor) -> float:
+    """``‖candidate − reference‖ / ‖reference‖`` in float64; 0 for two zeros."""
+    _require_same(reference, candidate)
+    distance = float((candidate.to(reference.device).double() - reference.double()).norm())
+    size = float(reference.double().norm())
+    return distance / size if size else distance
+
+
 @torch.no_grad()
 def lpips_per_frame(
     reference: torch.Tensor,

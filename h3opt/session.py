@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from h3opt.capture import CapturedGraph, Region
 from h3opt.components import PipelineView
-from h3opt.errors import H3OptError, PassOptionError, PipelineError, ProfileError, nearest
+from h3opt.errors import H3OptError, PassFailedError, PassOptionError, PipelineError, ProfileError, nearest
 from h3opt.executors import EXECUTORS
 from h3opt.lowering import GraphOutcome, Lowering
 from h3opt.profiles import Profile, detect_profile, load_profile
@@ -328,7 +328,15 @@ class Session:
         for one in self._applicable():
             if isinstance(one, (FormatPass, SchedulePass)):
                 expected = one.expect(self.view)
-                matched = one.install(self.view, self._undo_modules)
+                try:
+                    matched = one.install(self.view, self._undo_modules)
+                except H3OptError:
+                    raise
+                except Exception as error:
+                    raise PassFailedError(
+                        f"{one.name} could not be installed: {type(error).__name__}: {error}. "
+                        "The pipeline is as it was; leave the pass out."
+                    ) from error
                 self._installed_sites[one.name] = (matched, expected)
                 if matched < expected:
                     self._lowering.fall_short(one.name, "the pipeline", GraphOutcome(matched, expected))

@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.nn.functional import rms_norm
 
 from h3opt.canonical import canonicalize
 from h3opt.capture import trace
 from h3opt.errors import PassFailedError
 from h3opt.lowering import copy_graph
-from h3opt.promises import Exact, Rounding
+from h3opt.promises import Exact, Perceptual, Rounding
 from h3opt.protocol import Decline, Example, GraphPass, Rule
-from h3opt.quality import bits_equal
+from h3opt.quality import bits_equal, relative_error, row_ulps
 from h3opt.rewrite import Outcome, apply_rules
 
 SPECIAL_VALUES = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0)
@@ -59,6 +60,11 @@ class Draw:
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(self.seed)
 
+    @property
+    def unit_scale(self) -> bool:
+        """Whether the data is what a pass that is not Exact states its error for: finite and of ordinary size."""
+        return not self.special and 0.1 <= self.magnitude <= 1
+
     def tensor(self, *shape: int) -> torch.Tensor:
         """Normal data of ``shape``, with the draw's dtype, magnitude, special values and strides."""
         storage = (*shape[:-1], 2 * shape[-1]) if self.strided else shape
@@ -85,6 +91,26 @@ class Draw:
             self.index(self.rows, self.tokens),
         )
 
+    def rotary(self) -> tuple[torch.Tensor, ...]:
+        """``x [batch, tokens, heads, head_dim], weight [head_dim], cos and sin [tokens, 3/4 head_dim]``."""
+        turning = self.head_dim * 3 // 4
+        return (
+            self.tensor(self.batch, self.tokens, self.heads, self.head_dim),
+            self.tensor(self.head_dim),
+            self.tensor(self.tokens, turning),
+            self.tensor(self.tokens, turning),
+        )
+
+
+def norm_and_turn(x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RMSNorm of each head and rotary embedding of what :meth:`Draw.rotary` draws, as MiniMax-H3 spells them."""
+    rotary = cos.shape[-1]
+    normed = rms_norm(x, (x.shape[-1],), weight, 1e-5)
+    turned, passed = normed[..., :rotary], normed[..., rotary:]
+    first, second = turned.chunk(2, dim=-1)
+    quarter_turn = torch.cat((-second, first), dim=-1)
+    return torch.cat((turned * cos[None, :, None] + quarter_turn * sin[None, :, None], passed), dim=-1)
+
 
 def semantic(example: Example) -> GraphModule:
     """The canonical semantic graph of an example."""
@@ -108,10 +134,15 @@ def broken_promise(graph_pass: GraphPass, draw: Draw) -> str | None:
     with torch.no_grad():
         before, after = _tensors(graph(*example.args)), _tensors(rewritten(*example.args))
     for number, (reference, candidate) in enumerate(zip(before, after, strict=True)):
-        comparison = bits_equal(reference, candidate)
-        allowed = graph_pass.promise.ulps if isinstance(graph_pass.promise, Rounding) else 0
-        if isinstance(graph_pass.promise, (Exact, Rounding)) and not comparison and comparison.max_ulps > allowed:
+        promise = graph_pass.promise
+        if isinstance(promise, Exact) and not (comparison := bits_equal(reference, candidate)):
             return f"output {number}: {comparison}"
+        if isinstance(promise, Rounding) and draw.unit_scale and row_ulps(reference, candidate) > promise.ulps:
+            return f"output {number}: {row_ulps(reference, candidate):.1f} ulps of its row, promised are {promise.ulps}"
+        if isinstance(promise, Perceptual) and promise.site_error is not None and draw.unit_scale:
+            error = relative_error(reference, candidate)
+            if not error <= promise.site_error:
+                return f"output {number}: relative error {error:.3f}, promised is {promise.site_error:g}"
     return None
 
 

@@ -7,7 +7,7 @@ show when an operator ran on CUDA (none for `scaled_linear`, which is a library 
 
 from __future__ import annotations
 
-from h3opt.kernels import ops
+from h3opt.kernels import attention, ops
 from h3opt.kernels.ops import DEFINITIONS, kernel_names
 
-__all__ = ["DEFINITIONS", "kernel_names", "ops"]
+__all__ = ["DEFINITIONS", "attention", "kernel_names", "ops"]

@@ -58,11 +58,12 @@ def variants(name: str) -> dict[str, Callable]:
         grid = [(4, 8, True), (4, 16, True), (8, 8, True), (8, 16, True), (16, 8, True), (8, 8, False)]
         return options(swiglu.swiglu, [{"num_warps": w, "lane": e, "branchless": b} for w, e, b in grid])
     if name == "swiglu_quantize":
-        held = [(4, 8), (8, 4), (8, 8), (8, 16), (16, 4), (16, 8), (32, 4), (32, 8)]
-        choices = [{"num_warps": w, "lane": e, "held": True} for w, e in held]
-        choices += [{"num_warps": w, "lane": 8, "held": False} for w in (8, 16)]
-        choices.append({"num_warps": 8, "lane": 8, "held": True, "branchless": False})
+        blocks = [(4, 8), (8, 4), (8, 8), (8, 16), (16, 4), (16, 8), (32, 4), (32, 8)]
+        choices = [{"num_warps": w, "lane": e} for w, e in blocks]
+        choices.append({"num_warps": 8, "lane": 8, "branchless": False})
         return options(swiglu.swiglu_quantize, choices)
+    if name == "quantize_heads":
+        return options(quantize.quantize_heads, [{"width": w} for w in (1024, 2048, 4096, 8192)])
     if name in ("head_norm_rope", "head_norm_rope_quantize"):
         blocks = [(4, 1), (8, 1), (16, 1), (8, 2), (16, 2), (16, 4), (64, 8)]
         choices = [{"block": b, "num_warps": w, "shuffle": s} for s in (True, False) for b, w in blocks]

@@ -58,6 +58,21 @@ def op_inputs(name, tokens, columns, rows=3, batch=1, dtype=torch.bfloat16, devi
         q, q_scale = torch.ops.h3opt.quantize_rows_v1(x)
         weight_q, weight_scale = torch.ops.h3opt.quantize_rows_v1(make((rows * 16, columns), 7))
         return q, q_scale, weight_q, weight_scale, make((rows * 16,), 8, dtype=torch.bfloat16), torch.bfloat16
+    heads_of = [make((batch, tokens, heads, columns), seed, special) for seed in (9, 10, 11)]
+    if name == "norm_head_scale":
+        return heads_of[0], weight
+    if name == "dynamic_head_scale":
+        return heads_of[0], True
+    if name == "attention":
+        return *heads_of, "flash"
+    scales = [make((heads,), seed, dtype=torch.float32, magnitude=30.0).abs() + 1 for seed in (12, 13, 14)]
+    if name == "quantize_heads":
+        return heads_of[0], scales[0]
+    quantized = [torch.ops.h3opt.quantize_heads_v1(one, scale) for one, scale in zip(heads_of, scales, strict=True)]
+    if name == "fp8_attention":
+        return *quantized, *scales, torch.bfloat16, "triton"
+    if name == "fp8_attention_quantized":
+        return *quantized, *scales, "triton"
     raise KeyError(name)
 
 

@@ -239,8 +239,9 @@ def _kernels(family: str) -> Any:
         ) from error
 
 
-def _launch(function: Callable, x: Tensor, *args: Any) -> Any:
-    """Call a launcher with x's device current, which is where triton launches."""
+def launch(family: str, name: str, x: Tensor, *args: Any) -> Any:
+    """Call the launcher `name` of a kernel family with x's device current, which is where triton launches."""
+    function = getattr(_kernels(family), name)
     if x.device.index == torch.cuda.current_device():
         return function(x, *args)
     with torch.cuda.device(x.device):
@@ -290,7 +291,7 @@ def _rope_served(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> bool:
 def _quantize_rows_cuda(x):
     if x.dtype not in DTYPES or not 0 < x.shape[-1] <= 32768:
         return quantize_rows_definition(x)
-    return _launch(_kernels("quantize").quantize_rows, x)
+    return launch("quantize", "quantize_rows", x)
 
 
 def _scaled_linear_cuda(q, q_scale, weight_q, weight_scale, bias, out_dtype):
@@ -323,13 +324,13 @@ def _scaled_linear_cuda(q, q_scale, weight_q, weight_scale, bias, out_dtype):
 def _norm_modulate_cuda(x, weight, scale_table, shift_table, index, eps):
     if not _norm_served(x, weight, index, scale_table, shift_table):
         return norm_modulate_definition(x, weight, scale_table, shift_table, index, eps)
-    return _launch(_kernels("norm").norm_modulate, x, weight, scale_table, shift_table, index, eps)
+    return launch("norm", "norm_modulate", x, weight, scale_table, shift_table, index, eps)
 
 
 def _norm_modulate_quantize_cuda(x, weight, scale_table, shift_table, index, eps):
     if not _norm_served(x, weight, index, scale_table, shift_table):
         return norm_modulate_quantize_definition(x, weight, scale_table, shift_table, index, eps)
-    return _launch(_kernels("norm").norm_modulate_quantize, x, weight, scale_table, shift_table, index, eps)
+    return launch("norm", "norm_modulate_quantize", x, weight, scale_table, shift_table, index, eps)
 
 
 def _residual_served(residual, y, gate_table, weight, scale_table, shift_table, index) -> bool:
@@ -355,46 +356,46 @@ def _gated_residual_cuda(residual, y, gate_table, index):
         and gate_table.shape[1] == y.shape[-1]
     ):
         return gated_residual_definition(*args)
-    return _launch(_kernels("norm").gated_residual, *args)
+    return launch("norm", "gated_residual", *args)
 
 
 def _residual_norm_modulate_cuda(residual, y, gate_table, weight, scale_table, shift_table, index, eps):
     args = (residual, y, gate_table, weight, scale_table, shift_table, index)
     if not _residual_served(*args):
         return residual_norm_modulate_definition(*args, eps)
-    return _launch(_kernels("norm").residual_norm_modulate, *args, eps)
+    return launch("norm", "residual_norm_modulate", *args, eps)
 
 
 def _residual_norm_modulate_quantize_cuda(residual, y, gate_table, weight, scale_table, shift_table, index, eps):
     args = (residual, y, gate_table, weight, scale_table, shift_table, index)
     if not _residual_served(*args):
         return residual_norm_modulate_quantize_definition(*args, eps)
-    return _launch(_kernels("norm").residual_norm_modulate_quantize, *args, eps)
+    return launch("norm", "residual_norm_modulate_quantize", *args, eps)
 
 
 def _swiglu_cuda(x):
     if x.dtype not in DTYPES or x.shape[-1] % 2:
         return swiglu_definition(x)
-    return _launch(_kernels("swiglu").swiglu, x)
+    return launch("swiglu", "swiglu", x)
 
 
 def _swiglu_quantize_cuda(x):
     if x.dtype not in DTYPES or x.shape[-1] % 2 or not 0 < x.shape[-1] // 2 <= 32768:
         return swiglu_quantize_definition(x)
-    return _launch(_kernels("swiglu").swiglu_quantize, x)
+    return launch("swiglu", "swiglu_quantize", x)
 
 
 def _head_norm_rope_cuda(x, weight, cos, sin, eps):
     if not _rope_served(x, weight, cos, sin):
         return head_norm_rope_definition(x, weight, cos, sin, eps)
-    return _launch(_kernels("rope").head_norm_rope, x, weight, cos, sin, eps)
+    return launch("rope", "head_norm_rope", x, weight, cos, sin, eps)
 
 
 def _head_norm_rope_quantize_cuda(x, weight, cos, sin, head_scale, eps):
     fits = head_scale.dtype == torch.float32 and head_scale.shape == x.shape[-2:-1]
     if not (fits and _rope_served(x, weight, cos, sin)):
         return head_norm_rope_quantize_definition(x, weight, cos, sin, head_scale, eps)
-    return _launch(_kernels("rope").head_norm_rope_quantize, x, weight, cos, sin, head_scale, eps)
+    return launch("rope", "head_norm_rope_quantize", x, weight, cos, sin, head_scale, eps)
 
 
 # --- registration ----------------------------------------------------------------------------------------------
@@ -404,11 +405,19 @@ kernel_names: dict[str, str] = {}
 _LIBRARY = torch.library.Library("h3opt", "DEF")
 
 
-def _register(name: str, schema: str, definition: Callable, cuda: Callable, fake: Callable, kernel: str | None):
-    """Define `h3opt::{name}_v1` with its CPU, CUDA and fake implementations; returns the op."""
+def register_op(
+    name: str,
+    schema: str,
+    definition: Callable,
+    cuda: Callable,
+    fake: Callable,
+    kernel: str | None,
+    cpu: Callable | None = None,
+) -> Any:
+    """Define `h3opt::{name}_v1`: on the CPU its definition, unless `cpu` is given; returns the op."""
     versioned = f"{name}_v1"
     _LIBRARY.define(versioned + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(versioned, definition, "CPU")
+    _LIBRARY.impl(versioned, cpu or definition, "CPU")
     _LIBRARY.impl(versioned, cuda, "CUDA")
     torch.library.register_fake(f"h3opt::{versioned}", fake, lib=_LIBRARY)
     DEFINITIONS[name] = definition
@@ -420,7 +429,7 @@ def _register(name: str, schema: str, definition: Callable, cuda: Callable, fake
 _NORM = "Tensor weight, Tensor scale_table, Tensor shift_table, Tensor index, float eps)"
 _GATED = "(Tensor residual, Tensor y, Tensor gate_table, " + _NORM
 
-quantize_rows = _register(
+quantize_rows = register_op(
     "quantize_rows",
     "(Tensor x) -> (Tensor, Tensor)",
     quantize_rows_definition,
@@ -428,7 +437,7 @@ quantize_rows = _register(
     _quantize_rows_fake,
     "quantize_rows_kernel",
 )
-scaled_linear = _register(
+scaled_linear = register_op(
     "scaled_linear",
     "(Tensor q, Tensor q_scale, Tensor weight_q, Tensor weight_scale, Tensor? bias, ScalarType out_dtype) -> Tensor",
     scaled_linear_definition,
@@ -436,7 +445,7 @@ scaled_linear = _register(
     _scaled_linear_fake,
     None,
 )
-norm_modulate = _register(
+norm_modulate = register_op(
     "norm_modulate",
     f"(Tensor x, {_NORM} -> Tensor",
     norm_modulate_definition,
@@ -444,7 +453,7 @@ norm_modulate = _register(
     _norm_modulate_fake,
     "norm_modulate_kernel",
 )
-norm_modulate_quantize = _register(
+norm_modulate_quantize = register_op(
     "norm_modulate_quantize",
     f"(Tensor x, {_NORM} -> (Tensor, Tensor)",
     norm_modulate_quantize_definition,
@@ -452,7 +461,7 @@ norm_modulate_quantize = _register(
     _norm_modulate_quantize_fake,
     "norm_modulate_quantize_kernel",
 )
-gated_residual = _register(
+gated_residual = register_op(
     "gated_residual",
     "(Tensor residual, Tensor y, Tensor gate_table, Tensor index) -> Tensor",
     gated_residual_definition,
@@ -460,7 +469,7 @@ gated_residual = _register(
     _gated_residual_fake,
     "gated_residual_kernel",
 )
-residual_norm_modulate = _register(
+residual_norm_modulate = register_op(
     "residual_norm_modulate",
     f"{_GATED} -> (Tensor, Tensor)",
     residual_norm_modulate_definition,
@@ -468,7 +477,7 @@ residual_norm_modulate = _register(
     _residual_norm_modulate_fake,
     "residual_norm_modulate_kernel",
 )
-residual_norm_modulate_quantize = _register(
+residual_norm_modulate_quantize = register_op(
     "residual_norm_modulate_quantize",
     f"{_GATED} -> (Tensor, Tensor, Tensor)",
     residual_norm_modulate_quantize_definition,
@@ -476,8 +485,8 @@ residual_norm_modulate_quantize = _register(
     _residual_norm_modulate_quantize_fake,
     "residual_norm_modulate_quantize_kernel",
 )
-swiglu = _register("swiglu", "(Tensor x) -> Tensor", swiglu_definition, _swiglu_cuda, _swiglu_fake, "swiglu_kernel")
-swiglu_quantize = _register(
+swiglu = register_op("swiglu", "(Tensor x) -> Tensor", swiglu_definition, _swiglu_cuda, _swiglu_fake, "swiglu_kernel")
+swiglu_quantize = register_op(
     "swiglu_quantize",
     "(Tensor x) -> (Tensor, Tensor)",
     swiglu_quantize_definition,
@@ -485,7 +494,7 @@ swiglu_quantize = _register(
     _swiglu_quantize_fake,
     "swiglu_quantize_kernel",
 )
-head_norm_rope = _register(
+head_norm_rope = register_op(
     "head_norm_rope",
     "(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps) -> Tensor",
     head_norm_rope_definition,
@@ -493,7 +502,7 @@ head_norm_rope = _register(
     _head_norm_rope_fake,
     "head_norm_rope_kernel",
 )
-head_norm_rope_quantize = _register(
+head_norm_rope_quantize = register_op(
     "head_norm_rope_quantize",
     "(Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor head_scale, float eps) -> Tensor",
     head_norm_rope_quantize_definition,

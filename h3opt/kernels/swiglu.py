@@ -8,23 +8,17 @@ import triton.language as tl
 
 from h3opt.kernels.device import (
     EXACT_LAUNCH,
-    abs_bits,
     as_rows,
-    divide_by_row_scale,
-    e4m3_scale,
     empty_quantized,
     exp,
     fma,
     load_columns,
     narrow,
-    narrow_e4m3,
     negate,
     quantize_row,
     reciprocal_approx,
     refine_quotient,
     round_to,
-    row_scale_division,
-    store_columns,
     widen,
 )
 
@@ -33,7 +27,6 @@ NUM_WARPS = 8
 ELEMENTS_PER_LANE = 8
 QUANTIZE_NUM_WARPS = 16
 QUANTIZE_ELEMENTS_PER_LANE = 4
-QUANTIZE_HELD = True
 
 MAX_COLUMNS = 32768  # a wider row would spill; the op then uses its definition
 
@@ -82,31 +75,16 @@ def swiglu_kernel(x_ptr, out_ptr, x_stride, F, WIDTH: tl.constexpr, BRANCHLESS: 
 
 @triton.jit
 def swiglu_quantize_kernel(
-    x_ptr, q_ptr, q_scale_ptr, x_stride,
-    F: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr, BRANCHLESS: tl.constexpr,
+    x_ptr, q_ptr, q_scale_ptr, x_stride, F: tl.constexpr, WIDTH: tl.constexpr, BRANCHLESS: tl.constexpr
 ):  # fmt: skip
-    """HELD keeps the output row in registers; else the row is computed twice, tile by tile."""
+    """The output row stays in registers between its largest value and its division: x is read once."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
-    row_ptr = x_ptr + row * x_stride
-    if HELD:
-        tiles = ()
-        for k in tl.static_range((F + WIDTH - 1) // WIDTH):
-            tile = swiglu_columns(row_ptr, columns, F, k * WIDTH, WIDTH, BRANCHLESS)
-            tiles = tiles + (tile,)  # noqa: RUF005 (not in triton)
-        quantize_row(q_ptr + row * F, q_scale_ptr + row, tiles, columns, F, WIDTH)
-    else:
-        largest = tl.zeros((WIDTH,), tl.int32)
-        for k in tl.static_range((F + WIDTH - 1) // WIDTH):
-            tile = swiglu_columns(row_ptr, columns, F, k * WIDTH, WIDTH, BRANCHLESS)
-            largest = tl.maximum(largest, abs_bits(widen(tile)))
-        scale = e4m3_scale(tl.max(largest))
-        tl.store(q_scale_ptr + row, scale)
-        inverse, divisor, refine = row_scale_division(scale)
-        for k in tl.static_range((F + WIDTH - 1) // WIDTH):
-            tile = swiglu_columns(row_ptr, columns, F, k * WIDTH, WIDTH, BRANCHLESS)
-            quotient = divide_by_row_scale(widen(tile), inverse, divisor, refine)
-            store_columns(q_ptr + row * F, columns, narrow_e4m3(quotient), F, k * WIDTH, WIDTH)
+    tiles = ()
+    for k in tl.static_range((F + WIDTH - 1) // WIDTH):
+        tile = swiglu_columns(x_ptr + row * x_stride, columns, F, k * WIDTH, WIDTH, BRANCHLESS)
+        tiles = tiles + (tile,)  # noqa: RUF005 (not in triton)
+    quantize_row(q_ptr + row * F, q_scale_ptr + row, tiles, columns, F, WIDTH)
 
 
 def swiglu(x: torch.Tensor, num_warps: int | None = None, lane: int | None = None, branchless: bool = True):
@@ -122,13 +100,7 @@ def swiglu(x: torch.Tensor, num_warps: int | None = None, lane: int | None = Non
     return out
 
 
-def swiglu_quantize(
-    x: torch.Tensor,
-    num_warps: int | None = None,
-    lane: int | None = None,
-    held: bool | None = None,
-    branchless: bool = True,
-):
+def swiglu_quantize(x: torch.Tensor, num_warps: int | None = None, lane: int | None = None, branchless: bool = True):
     """Launch `swiglu_quantize_kernel` on x [..., 2F], F <= MAX_COLUMNS."""
     rows, F = as_rows(x), x.shape[-1] // 2
     q, q_scale = empty_quantized((*x.shape[:-1], F), x.device)
@@ -136,7 +108,6 @@ def swiglu_quantize(
     if q.numel():
         swiglu_quantize_kernel[(rows.shape[0],)](
             rows, q, q_scale, rows.stride(0), F=F, WIDTH=32 * num_warps * (lane or QUANTIZE_ELEMENTS_PER_LANE),
-            HELD=QUANTIZE_HELD if held is None else held, BRANCHLESS=branchless,
-            num_warps=num_warps, **EXACT_LAUNCH,
+            BRANCHLESS=branchless, num_warps=num_warps, **EXACT_LAUNCH,
         )  # fmt: skip
     return q, q_scale

@@ -18,9 +18,10 @@ import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from h3opt.kernels import device, norm, quantize, rope, swiglu
+from h3opt.kernels import attention, attention_triton, device, norm, quantize, rope, swiglu
 from h3opt.kernels.device import reciprocal_approx as exact_reciprocal
 from h3opt.kernels.examples import differing
+from h3opt.quality import relative_error
 from tests.kernels import cuda_order
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -118,7 +119,44 @@ def test_swiglu(shape, **kind):
     expected = cuda_order.swiglu(x)
     assert differing(swiglu.swiglu(x), expected) == 0
     assert differing(swiglu.swiglu_quantize(x, num_warps=2), cuda_order.quantize_rows(expected)) == 0
-    assert differing(swiglu.swiglu_quantize(x, num_warps=2, held=False), cuda_order.quantize_rows(expected)) == 0
+
+
+@given(tokens=st.integers(1, 70), heads=st.integers(1, 5), head_dim=st.sampled_from([8, 24, 64, 128]), **drawn)
+def test_quantize_heads(tokens, heads, head_dim, **kind):
+    x = values((2, tokens, heads, head_dim), **kind)
+    scale = torch.rand(heads, generator=torch.Generator().manual_seed(tokens)) * 300
+    expected = attention.quantize_heads_definition(x, scale)
+    assert differing(quantize.quantize_heads(x, scale, width=256), expected) == 0
+    strided = x.transpose(1, 2).contiguous().transpose(1, 2)
+    assert differing(quantize.quantize_heads(strided, scale), expected) == 0
+
+
+def attention_inputs(batch, tokens, heads, head_dim):
+    heads_of = [values((batch, tokens, heads, head_dim), torch.bfloat16, seed) for seed in range(3)]
+    scales = [attention.dynamic_head_scale_definition(one, True) for one in heads_of]
+    return *map(attention.quantize_heads_definition, heads_of, scales), *scales
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 16), (2, 17, 3, 24), (1, 32, 2, 64), (1, 33, 2, 64), (2, 100, 2, 128)])
+@pytest.mark.parametrize("fp8_out", [False, True])
+def test_fp8_attention(shape, fp8_out):
+    args = attention_inputs(*shape)
+    if fp8_out:
+        found = attention_triton.fp8_attention(*args, args[5].amin(), blocks=(32, 32, 4, 1)).flatten(2).float()
+        expected = attention.fp8_attention_quantized_definition(*args, "triton")[0].float()
+    else:
+        found = attention_triton.fp8_attention(*args, blocks=(32, 32, 4, 1)).float()
+        expected = attention.fp8_attention_definition(*args, torch.bfloat16, "triton").float()
+    # one block of keys: the same maximum; several: e4m3 probabilities relative to another one, so other roundings
+    assert relative_error(expected, found) <= (1e-3 if shape[1] <= 32 else 0.05)
+
+
+def test_fp8_attention_with_a_wrong_scale_of_k_is_seen():
+    args = attention_inputs(1, 100, 2, 64)
+    off = (*args[:4], args[4] / 8, args[5])
+    expected = attention.fp8_attention_definition(*args, torch.bfloat16, "triton").float()
+    found = attention_triton.fp8_attention(*off, blocks=(32, 32, 4, 1)).float()
+    assert relative_error(expected, found) > 0.05
 
 
 def every_value(dtype) -> torch.Tensor:

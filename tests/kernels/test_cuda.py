@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h3opt.kernels import DEFINITIONS, kernel_names, ops
+from h3opt.device import Device
+from h3opt.kernels import DEFINITIONS, attention, kernel_names, ops
 from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs, values
+from h3opt.quality import relative_error, row_ulps
 
 pytestmark = pytest.mark.gpu
 
 FUSED = sorted(kernel_names)
-HEAD_OPS = ("head_norm_rope", "head_norm_rope_quantize")
+HEAD_OPS = ("head_norm_rope", "head_norm_rope_quantize", "quantize_heads")
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +22,12 @@ def _needs_cuda():
         pytest.skip("needs a CUDA device")
 
 
+def op(name):
+    return getattr(torch.ops.h3opt, f"{name}_v1").default
+
+
 def check(name, args):
-    assert differing(getattr(ops, name)(*args), DEFINITIONS[name](*args)) == 0
+    assert differing(op(name)(*args), DEFINITIONS[name](*args)) == 0
 
 
 @pytest.mark.parametrize("special", SPECIALS)
@@ -95,9 +101,9 @@ def test_no_tokens(name):
 @pytest.mark.parametrize("name", FUSED)
 def test_the_kernel_ran(name):
     args = op_inputs(name, 17, 64, device="cuda")
-    getattr(ops, name)(*args)
+    op(name)(*args)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        getattr(ops, name)(*args)
+        op(name)(*args)
         torch.cuda.synchronize()
     assert [e.key for e in profile.key_averages() if e.key == kernel_names[name]] == [kernel_names[name]]
 
@@ -105,7 +111,7 @@ def test_the_kernel_ran(name):
 @pytest.mark.parametrize("name", FUSED)
 def test_the_fake_agrees_on_cuda(name):
     args = op_inputs(name, 5, 48, batch=2, device="cuda")
-    torch.library.opcheck(getattr(ops, name), args, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(op(name), args, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("tokens, columns, rows", ((1, 64, 3), (17, 5376, 16), (0, 64, 3), (5, 36, 3)))
@@ -117,6 +123,42 @@ def test_scaled_linear_is_close_to_its_definition(tokens, columns, rows):
         assert actual.shape == expected.shape and actual.dtype == expected.dtype
         # Fast accumulation keeps about 14 bits.
         torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2 * columns**0.5)
+
+
+def attention_inputs(batch, tokens, heads, head_dim, per_head=True):
+    heads_of = [values((batch, tokens, heads, head_dim), torch.bfloat16, "cuda", seed) for seed in range(3)]
+    scales = [attention.dynamic_head_scale(one, per_head) for one in heads_of]
+    return heads_of, (*map(attention.quantize_heads, heads_of, scales), *scales)
+
+
+def needs(backend, fp8):
+    reason = attention.missing(backend, Device.of("cuda"), fp8)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 2, 128), (1, 17, 3, 128), (2, 200, 2, 128), (1, 1027, 4, 128), (1, 300, 3, 64)]
+)
+@pytest.mark.parametrize("backend", attention.FP8_BACKENDS)
+def test_fp8_attention_is_close_to_its_definition(backend, shape):
+    needs(backend, fp8=True)
+    _, args = attention_inputs(*shape, per_head=backend != "cudnn")
+    expected = attention.fp8_attention_definition(*args, torch.float32, backend)
+    found = attention.fp8_attention(*args, torch.bfloat16, backend)
+    assert relative_error(expected, found.float()) < 0.05
+    if backend != "fa3":
+        codes, scale = attention.fp8_attention_quantized(*args, backend)
+        assert relative_error(expected.flatten(2), codes.float() * scale) < 0.06
+
+
+@pytest.mark.parametrize("shape", [(1, 17, 3, 128), (2, 200, 2, 64)])
+@pytest.mark.parametrize("backend", attention.BF16_BACKENDS)
+def test_attention_differs_from_eager_by_rounding_alone(backend, shape):
+    needs(backend, fp8=False)
+    heads_of, _ = attention_inputs(*shape)
+    eager = attention.attention_definition(*heads_of, backend)
+    assert row_ulps(eager, attention.attention(*heads_of, backend)) <= 8
 
 
 def test_a_mutant_fails_here_too(monkeypatch):
