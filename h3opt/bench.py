@@ -3,6 +3,9 @@
 Arms are the unmodified model, ``compile_repeated_blocks``, torchao's row-wise FP8 with it (if torchao is installed),
 and h3opt: captured without passes, then pass by pass cumulatively, and each pass left out. Arms are interleaved over
 several rounds, so that clocks that drift with power drift for all of them; only ratios within one run mean anything.
+
+A profiler says where each arm's time goes: attention and matrix products against the rates they reach, h3opt's own
+kernels against the bytes they must move, and that every kernel of a rewritten graph ran as often as the graph has it.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ from typing import Any
 
 import torch
 
+from h3opt.calls import around
 from h3opt.device import Device
-from h3opt.errors import DeviceError
+from h3opt.errors import DeviceError, PipelineError, nearest
 from h3opt.kernels import kernel_names
 from h3opt.protocol import Pass, Yes
-from h3opt.quality import bits_equal
+from h3opt.quality import bits_equal, relative_error
 from h3opt.session import Session, prepare
 from h3opt.verification import versions
 
@@ -41,7 +45,10 @@ class Arm:
         peak_gib: most memory allocated during a forward.
         differing: elements of video and audio velocity whose bits differ from eager's.
         error: ``‖out − eager‖ / ‖eager‖`` over both velocities.
+        block_error: the same of what the first block adds to its input.
         kernels: h3opt kernel → (launches seen by the profiler, launches the report expects).
+        spent: milliseconds of a forward in ``attention``, ``gemm``, ``h3opt`` kernels and ``other`` kernels.
+        gib_moved: what h3opt's kernels read and write in a forward, every operand once.
         failure: why the arm has no figures.
     """
 
@@ -51,7 +58,10 @@ class Arm:
     peak_gib: float | None = None
     differing: int | None = None
     error: float | None = None
+    block_error: float | None = None
     kernels: dict[str, tuple[int, int]] = field(default_factory=dict)
+    spent: dict[str, float] = field(default_factory=dict)
+    gib_moved: float = 0.0
     failure: str | None = None
 
     @property
@@ -61,7 +71,13 @@ class Arm:
 
 @dataclass
 class TransformerBench:
-    """The result of :func:`bench_transformer`."""
+    """The result of :func:`bench_transformer`.
+
+    Attributes:
+        copy_tb_per_s, gemm_tflops: measured ceilings, see :func:`copy_rate` and :func:`gemm_rate`.
+        attention_flop, gemm_flop: of one forward's blocks.
+        top_kernels: by arm, the longest kernels as (name, launches, milliseconds).
+    """
 
     device: str
     layers: int
@@ -69,6 +85,8 @@ class TransformerBench:
     tokens: int
     copy_tb_per_s: float
     gemm_tflops: float
+    attention_flop: float
+    gemm_flop: float
     arms: list[Arm]
     top_kernels: dict[str, list[tuple[str, float, float]]]
 
@@ -85,18 +103,38 @@ class TransformerBench:
         """The table for docs/benchmarks."""
         lines = [
             "| arm | ms per forward | ms per block | over eager | over compile | over torchao FP8 | first call s "
-            "| peak GiB | elements that differ from eager | relative error |",
-            "|---|---|---|---|---|---|---|---|---|---|",
+            "| peak GiB | elements that differ from eager | relative error | of the first block |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         for arm in self.arms:
             if (ms := arm.milliseconds) is None:
-                lines.append(f"| {arm.name} | {arm.failure} | | | | | | | | |")
+                lines.append(f"| {arm.name} | {arm.failure} | | | | | | | | | |")
                 continue
             ratios = " | ".join(self._ratios(ms))
             lines.append(
                 f"| {arm.name} | {ms:.1f} | {ms / self.layers:.2f} | {ratios} | {arm.first_call_seconds:.1f} "
-                f"| {arm.peak_gib:.1f} | {arm.differing} | {arm.error:.4f} |"
+                f"| {arm.peak_gib:.1f} | {arm.differing} | {arm.error:.4f} | {arm.block_error:.4f} |"
             )
+        return "\n".join(lines)
+
+    def kernels_markdown(self) -> str:
+        """Where the time of each arm goes, and at what rate."""
+        lines = [
+            "| arm | attention ms (TFLOP/s) | GEMM ms (TFLOP/s) | h3opt kernels ms (of copy rate) | other ms |",
+            "|---|---|---|---|---|",
+        ]
+        for arm in self.arms:
+            if not arm.spent:
+                continue
+            rates = [
+                f"{arm.spent[kind]:.2f} ({flop / max(arm.spent[kind], 1e-9) / 1e9:.0f})"
+                for kind, flop in (("attention", self.attention_flop), ("gemm", self.gemm_flop))
+            ]
+            moved = "–"
+            if arm.spent["h3opt"]:
+                share = arm.gib_moved * 2**30 / (arm.spent["h3opt"] / 1e3) / (self.copy_tb_per_s * 1e12)
+                moved = f"{arm.spent['h3opt']:.2f} ({share:.0%})"
+            lines.append(f"| {arm.name} | {' | '.join(rates)} | {moved} | {arm.spent['other']:.2f} |")
         return "\n".join(lines)
 
     def _ratios(self, milliseconds: float) -> list[str]:
@@ -109,7 +147,7 @@ class TransformerBench:
             f"{self.device}, {self.layers} blocks, {self.canvas}, {self.tokens} tokens; "
             f"copy {self.copy_tb_per_s:.2f} TB/s, bf16 GEMM {self.gemm_tflops:.0f} TFLOP/s",
             f"{'arm':44s} {'ms':>9s} {'/block':>7s} {'eager/x':>8s} {'compile/x':>9s} {'torchao/x':>9s} "
-            f"{'first s':>8s} {'GiB':>6s} {'differ':>10s} {'error':>8s}",
+            f"{'first s':>8s} {'GiB':>6s} {'differ':>10s} {'error':>8s} {'block':>8s}",
         ]
         for arm in self.arms:
             ms = arm.milliseconds
@@ -119,7 +157,8 @@ class TransformerBench:
             ratios = self._ratios(ms)
             lines.append(
                 f"{arm.name:44s} {ms:9.2f} {ms / self.layers:7.2f} {ratios[0]:>8s} {ratios[1]:>9s} {ratios[2]:>9s} "
-                f"{arm.first_call_seconds:8.1f} {arm.peak_gib:6.1f} {arm.differing:10d} {arm.error:8.4f}"
+                f"{arm.first_call_seconds:8.1f} {arm.peak_gib:6.1f} {arm.differing:10d} {arm.error:8.4f} "
+                f"{arm.block_error:8.4f}"
             )
         wrong = [
             f"{arm.name}: {kernel} ran {ran} times, not {expected}"
@@ -127,7 +166,7 @@ class TransformerBench:
             for kernel, (ran, expected) in arm.kernels.items()
             if ran != expected
         ]
-        return "\n".join([*lines, *wrong])
+        return "\n".join([*lines, "", self.kernels_markdown(), *wrong])
 
 
 def bench_transformer(
@@ -143,6 +182,7 @@ def bench_transformer(
     peers: Sequence[str] = ("compile", "torchao fp8 + compile"),
     profile: str = "auto",
     progress: Progress | None = None,
+    on_visit: Callable[[TransformerBench], None] | None = None,
 ) -> TransformerBench:
     """Time the transformer in every arm.
 
@@ -158,18 +198,22 @@ def bench_transformer(
         peers: which of the peers to run.
         profile: for the options of passes given by name.
         progress: told before each visit.
+        on_visit: gets the result so far after each visit, so that a run that is cut short leaves what it found.
 
     Raises:
         DeviceError: the transformer is not on a CUDA device.
+        PipelineError: a peer that nobody knows.
     """
+    if unknown := [peer for peer in peers if peer not in PEERS]:
+        raise PipelineError(f"There is no peer {unknown[0]!r}{nearest(unknown[0], PEERS)}. Use {' or '.join(PEERS)}.")
     device = next(transformer.parameters()).device
     if device.type != "cuda":
         raise DeviceError("bench times GPU work. Move the transformer to a CUDA device.")
     session, asked = prepare(transformer, passes, profile)
     chosen = [one for one in asked if isinstance(one.applies(session.device, session.view), Yes)]
     bench = _Bench(transformer, inputs, session, forwards)
-    plan: list[tuple[Arm, Callable[[ExitStack], Callable[[], Any]]]] = [(Arm("eager"), bench.eager)]
-    plan += [(Arm(peer), getattr(bench, peer.split()[0])) for peer in peers]
+    plan: list[tuple[Arm, Callable[[ExitStack], Any]]] = [(Arm("eager"), bench.eager)]
+    plan += [(Arm(peer), getattr(bench, PEERS[peer])) for peer in peers]
     plan.append((Arm("h3opt, no pass"), partial(bench.h3opt, passes=[])))
     for count in range(1 if cumulative else len(chosen), len(chosen) + 1):
         name = f"+ {chosen[count - 1].name}" if cumulative else "h3opt, all passes"
@@ -179,6 +223,23 @@ def bench_transformer(
             rest = [other for other in chosen if other is not one]
             plan.append((Arm(f"all but {one.name}"), partial(bench.h3opt, passes=rest)))
     total = rounds * len(plan)
+    tokens = inputs["position_ids"].shape[0]
+    blocks = transformer.transformer_blocks
+    linears = [
+        one for block in blocks for name, one in block.named_modules() if _is_linear(one) and "adaln" not in name
+    ]
+    result = TransformerBench(
+        Device.of(device).name,
+        len(blocks),
+        canvas,
+        tokens,
+        copy_rate(device),
+        gemm_rate(device),
+        4.0 * tokens**2 * blocks[0].attn.to_q.out_features * len(blocks),
+        2.0 * tokens * sum(one.in_features * one.out_features for one in linears),
+        [arm for arm, _ in plan],
+        bench.top_kernels,
+    )
     with torch.no_grad():
         for visit in range(rounds):
             for number, (arm, enter) in enumerate(plan):
@@ -186,36 +247,38 @@ def bench_transformer(
                     progress(arm.name, visit * len(plan) + number, total)
                 if arm.failure is None:
                     bench.visit(arm, enter, first=visit == 0)
-    return TransformerBench(
-        Device.of(device).name,
-        len(transformer.transformer_blocks),
-        canvas,
-        inputs["position_ids"].shape[0],
-        copy_rate(device),
-        gemm_rate(device),
-        [arm for arm, _ in plan],
-        bench.top_kernels,
-    )
+                if on_visit is not None:
+                    on_visit(result)
+    return result
+
+
+PEERS = {"compile": "compile", "torchao fp8 + compile": "torchao"}
+"""The peers by the names they have in the table."""
 
 
 class _Bench:
     def __init__(self, transformer: Any, inputs: dict[str, Any], session: Session, forwards: int) -> None:
         self.transformer, self.inputs, self.session, self.forwards = transformer, inputs, session, forwards
         self.reference: tuple[torch.Tensor, ...] | None = None
+        self.reference_delta: torch.Tensor | None = None
         self.top_kernels: dict[str, list[tuple[str, float, float]]] = {}
         self._peers: dict[str, Any] = {}
 
-    def visit(self, arm: Arm, enter: Callable[[ExitStack], Callable[[], Any]], first: bool) -> None:
+    def visit(self, arm: Arm, enter: Callable[[ExitStack], Any], first: bool) -> None:
         """Switch to an arm, check it on the first visit, time it, and switch back."""
         try:
             with ExitStack() as undo:
                 started = time.perf_counter()
-                forward = enter(undo)
+                model = enter(undo)
+
+                def forward(model: Any = model) -> Any:
+                    return model(**self.inputs)
+
                 out = forward()
                 torch.cuda.synchronize()
                 if first:
                     arm.first_call_seconds = time.perf_counter() - started
-                    self._check(arm, out)
+                    self._check(arm, out, _first_delta(model, forward))
                 del out
                 torch.cuda.reset_peak_memory_stats()
                 arm.rounds.append(self._time(forward))
@@ -227,20 +290,19 @@ class _Bench:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def eager(self, undo: ExitStack) -> Callable[[], Any]:
+    def eager(self, undo: ExitStack) -> Any:
         """The unmodified model."""
-        return lambda: self.transformer(**self.inputs)
+        return self.transformer
 
-    def compile(self, undo: ExitStack) -> Callable[[], Any]:
+    def compile(self, undo: ExitStack) -> Any:
         """diffusers' ``compile_repeated_blocks``, on a shallow copy that shares the weights."""
         if "compile" not in self._peers:
             model = _sharing_weights(self.transformer)
             model.compile_repeated_blocks(fullgraph=True)
             self._peers["compile"] = model
-        model = self._peers["compile"]
-        return lambda: model(**self.inputs)
+        return self._peers["compile"]
 
-    def torchao(self, undo: ExitStack) -> Callable[[], Any]:
+    def torchao(self, undo: ExitStack) -> Any:
         """torchao's row-wise dynamic FP8 with ``compile_repeated_blocks``."""
         if "torchao" not in self._peers:
             from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
@@ -253,18 +315,18 @@ class _Bench:
             )
             model.compile_repeated_blocks(fullgraph=True)
             self._peers["torchao"] = model
-        model = self._peers["torchao"]
-        return lambda: model(**self.inputs)
+        return self._peers["torchao"]
 
-    def h3opt(self, undo: ExitStack, passes: Sequence[Pass]) -> Callable[[], Any]:
+    def h3opt(self, undo: ExitStack, passes: Sequence[Pass]) -> Any:
         """h3opt with ``passes``."""
         self.session.install(passes)
         undo.callback(self.session.uninstall)
-        return lambda: self.transformer(**self.inputs)
+        return self.transformer
 
-    def _check(self, arm: Arm, out: tuple[torch.Tensor, ...]) -> None:
-        if self.reference is None:
-            self.reference = tuple(tensor.clone() for tensor in out)
+    def _check(self, arm: Arm, out: tuple[torch.Tensor, ...], delta: torch.Tensor) -> None:
+        if self.reference is None or self.reference_delta is None:
+            self.reference, self.reference_delta = tuple(tensor.clone() for tensor in out), delta
+        arm.block_error = relative_error(self.reference_delta, delta)
         pairs = list(zip(self.reference, out, strict=True))
         arm.differing = sum(bits_equal(one, other).differing for one, other in pairs)
         distance = sum(float((one.double() - other.double()).square().sum()) for one, other in pairs)
@@ -283,7 +345,7 @@ class _Bench:
         return statistics.median(times)
 
     def _profile(self, arm: Arm, forward: Callable[[], Any]) -> None:
-        before = self.session.operators_run()
+        before, moved = self.session.operators_run(), self.session.bytes_moved()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             forward()
             torch.cuda.synchronize()
@@ -291,12 +353,45 @@ class _Bench:
         self.top_kernels[arm.name] = [
             (event.key[:90], event.count, event.self_device_time_total / 1e3) for event in events[:14]
         ]
+        arm.spent = dict.fromkeys(("attention", "gemm", "h3opt", "other"), 0.0)
+        for event in events:
+            arm.spent[_kind_of(event.key)] += event.self_device_time_total / 1e3
+        arm.gib_moved = (self.session.bytes_moved() - moved) / 2**30
         if self.session.installed:
             launches = {event.key: event.count for event in events}
             for operator, ran in self.session.operators_run().items():
                 kernel, expected = kernel_names.get(operator), ran - before[operator]
                 if kernel is not None:
                     arm.kernels[kernel] = (launches.get(kernel, 0), expected)
+
+
+def _first_delta(model: Any, forward: Callable[[], Any]) -> torch.Tensor:
+    """What the first block adds to the residual stream in one forward."""
+    seen: list[torch.Tensor] = []
+
+    def record(proceed: Any, *args: Any, **kwargs: Any) -> Any:
+        before = args[0] if args else kwargs["hidden_states"]
+        out = proceed(*args, **kwargs)
+        seen.append(out - before)
+        return out
+
+    with ExitStack() as undo:
+        around(model.transformer_blocks[0], record, undo)
+        forward()
+    return seen[0]
+
+
+def _kind_of(kernel: str) -> str:
+    if kernel in kernel_names.values():
+        return "h3opt"
+    name = kernel.lower()
+    if any(word in name for word in ("flash", "fmha", "sdpa", "attention", "cudnn_generated")):
+        return "attention"
+    return "gemm" if any(word in name for word in ("gemm", "nvjet", "cutlass", "xmma", "cublas")) else "other"
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear)
 
 
 def copy_rate(device: torch.device) -> float:

@@ -176,11 +176,13 @@ def bench(
     steps: Annotated[bool, typer.Option("--steps/--no-steps", help="Every pass cumulatively, or all at once.")] = True,
     leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
     device: DeviceName = "cuda",
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
+    chart: Annotated[Path | None, typer.Option(help="Write a bar chart as PNG.")] = None,
     json: Json = None,
 ) -> None:
     """Time the transformer at its real geometry with random weights on a CUDA device: peers, then pass by pass."""
     from h3opt.bench import bench_transformer
-    from h3opt.demo import write_json
+    from h3opt.demo import write_json, write_text
     from h3opt.errors import DeviceError
     from h3opt.profiles import detect_profile, load_profile
     from h3opt.reference import full_inputs, full_transformer, parse_canvas
@@ -212,13 +214,18 @@ def bench(
             peers=[peer.strip() for peer in peers.split(",") if peer.strip()],
             profile=profile,
             progress=progress,
+            on_visit=None if json is None or _is_stdout(json) else lambda found: write_json(json, found.to_dict()),
         )
+    if chart is not None:
+        from h3opt.charts import write_bench_chart
+
+        write_bench_chart(chart, result)
+    if markdown is not None:
+        write_text(markdown, f"{result.markdown()}\n\n{result.kernels_markdown()}\n")
     if _is_stdout(json):
         _print_json(result.to_dict())
         return
     _say(str(result))
-    if json is not None:
-        write_json(json, result.to_dict())
 
 
 @app.command()

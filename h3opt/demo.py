@@ -62,7 +62,15 @@ def write_json(path: Path, data: Mapping[str, Any] | list[Any]) -> None:
     Raises:
         PipelineError: the file cannot be written.
     """
-    text = json.dumps(data, indent=2, allow_nan=False) + "\n"
+    write_text(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text whole or not at all; a device or a pipe is written to as it is.
+
+    Raises:
+        PipelineError: the file cannot be written.
+    """
     partial = path.parent / f".{path.name}.{os.getpid()}.partial"
     try:
         if path.exists() and not path.is_file() and not path.is_dir():

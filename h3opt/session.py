@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from h3opt._torch_private import size_hint
 from h3opt.capture import CapturedGraph, Region
 from h3opt.components import PipelineView
 from h3opt.errors import H3OptError, PassFailedError, PassOptionError, PipelineError, ProfileError, nearest
 from h3opt.executors import EXECUTORS
+from h3opt.kernels import kernel_names
 from h3opt.lowering import GraphOutcome, Lowering
 from h3opt.profiles import Profile, detect_profile, load_profile
 from h3opt.protocol import FormatPass, GraphFacts, GraphPass, No, Pass, SchedulePass
@@ -264,6 +267,20 @@ class Session:
                         counts[node.target._opname.rpartition("_v")[0]] += captured.calls
         return counts
 
+    def bytes_moved(self) -> int:
+        """Bytes of all operands and results of the h3opt kernels run so far, each counted once per call."""
+        total = 0
+        for region in self._regions:
+            for captured in region.captured:
+                graph = self._graphs.get((id(captured), self.plan_key))
+                for node in graph.graph.nodes if graph is not None else ():
+                    if getattr(node.target, "namespace", None) != "h3opt":
+                        continue
+                    if node.target._opname.rpartition("_v")[0] in kernel_names:
+                        tensors = [one.meta.get("val") for one in (node, *node.all_input_nodes)]
+                        total += captured.calls * sum(map(_bytes, tensors))
+        return total
+
     def failed(self, error: H3OptError) -> None:
         """A capture failed for a reason of ours: take everything back, so that the pipeline still runs."""
         self.uninstall()
@@ -343,6 +360,12 @@ class Session:
 
     def _applicable(self) -> tuple[Pass, ...]:
         return tuple(one for one in self.passes if one.name not in self._declined)
+
+
+def _bytes(tensors: Any) -> int:
+    if isinstance(tensors, torch.Tensor):
+        return math.prod(size_hint(size) for size in tensors.shape) * tensors.element_size()
+    return sum(map(_bytes, tensors)) if isinstance(tensors, (tuple, list)) else 0
 
 
 class StandalonePlanner:

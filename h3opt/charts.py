@@ -1,0 +1,51 @@
+"""Bar charts of benchmark results. matplotlib is imported when a chart is drawn."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from h3opt.bench import TransformerBench
+from h3opt.errors import MissingDependencyError, PipelineError
+
+_COLORS = {"attention": "#3b6ea5", "gemm": "#7aa974", "h3opt": "#d98c3f", "other": "#b0b0b0"}
+
+
+def write_bench_chart(path: Path, bench: TransformerBench) -> None:
+    """One bar per arm: milliseconds per forward, split into where a profiler saw them go.
+
+    Args:
+        path: of the PNG.
+        bench: arms without figures are left out.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        PipelineError: the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError("A chart needs matplotlib. Run `pip install matplotlib`.") from error
+    arms = [(arm, ms) for arm in bench.arms if (ms := arm.milliseconds) is not None]
+    figure = Figure(figsize=(9, 1.2 + 0.36 * len(arms)), layout="constrained")
+    axes = figure.add_subplot()
+    for row, (arm, ms) in enumerate(arms):
+        left = 0.0
+        for kind, color in _COLORS.items():
+            width = arm.spent.get(kind, 0.0)
+            axes.barh(row, width, left=left, color=color, label=kind if row == 0 else None)
+            left += width
+        axes.text(max(left, ms), row, f" {ms:.0f} ms", va="center", fontsize=8)
+        axes.plot([ms, ms], [row - 0.4, row + 0.4], color="black", linewidth=1)
+    axes.set_yticks(range(len(arms)), [arm.name for arm, _ in arms], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms per forward (black line: measured end to end; colours: time of kernels by a profiler)")
+    axes.set_title(f"{bench.device}, {bench.layers} blocks, {bench.canvas}, {bench.tokens} tokens", fontsize=10)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18 * 6 / (len(arms) + 2)), ncols=4, fontsize=8)
+    partial = path.parent / f".{path.stem}.{os.getpid()}.png"
+    try:
+        figure.savefig(partial, dpi=150)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise PipelineError(f"{path} cannot be written: {error.strerror}. Give another path.") from error
