@@ -247,7 +247,7 @@ class _Ladder:
         progress: Progress | None,
     ) -> None:
         self.pipe, self.session, self.clips, self.progress = pipe, session, clips, progress
-        self.exact, self.others = _split(passes)
+        self.exact, self.others = split_exact(passes)
         needs_floor = any(isinstance(one.promise, Rounding) for one in passes)
         self.done, self.total = 0, (3 + len(passes) + needs_floor) * len(clips)
         self.needs_floor = needs_floor
@@ -329,7 +329,7 @@ class _Nudge:
         return proceed(*args, **kwargs)
 
 
-def _split(passes: Sequence[Pass]) -> tuple[list[Pass], list[Pass]]:
+def split_exact(passes: Sequence[Pass]) -> tuple[list[Pass], list[Pass]]:
     """Exact passes that build on Exact ones alone, and the rest; each in running order."""
     inexact = {one.name for one in passes if not isinstance(one.promise, Exact)}
     exact = [one for one in passes if one.name not in inexact and not inexact.intersection(one.after)]

@@ -8,6 +8,7 @@ All take ``[batch, tokens, heads, head_dim]``, the layout projections write, so 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import importlib.util
@@ -20,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from h3opt.device import Device
 from h3opt.errors import DeviceError
-from h3opt.kernels.ops import E4M3, E4M3_MAX, SCALE_AMAX_MIN, launch, register_op
+from h3opt.kernels.ops import DTYPES, E4M3, E4M3_MAX, SCALE_AMAX_MIN, launch, register_op
 
 PROBABILITY_SCALE = 256.0
 """Probabilities are at most 1: times 2⁸ they use e4m3's range, as FlashAttention-3 and cuDNN have it too."""
@@ -69,10 +70,7 @@ def dynamic_head_scale_definition(x: Tensor, per_head: bool) -> Tensor:
     """``448 / amax|x|`` for each head, or one for all: x [batch, tokens, heads, D] -> float32 [heads]."""
     if not x.numel():
         return x.new_ones(x.shape[2:3], dtype=torch.float32)
-    amax = torch.linalg.vector_norm(x, float("inf"), dim=(0, 1, 3)).float()
-    if not per_head:
-        amax = amax.amax().expand(amax.shape)
-    return (E4M3_MAX / amax.clamp(min=SCALE_AMAX_MIN)).contiguous()
+    return _scale_from(torch.linalg.vector_norm(x, float("inf"), dim=(0, 1, 3)).float(), per_head)
 
 
 def quantize_heads_definition(x: Tensor, head_scale: Tensor) -> Tensor:
@@ -129,11 +127,23 @@ def attention_definition(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tenso
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
 
 
+def _scale_from(amax: Tensor, per_head: bool) -> Tensor:
+    if not per_head:
+        amax = amax.amax().expand(amax.shape)
+    return (E4M3_MAX / amax.clamp(min=SCALE_AMAX_MIN)).contiguous()
+
+
 # --- CUDA ------------------------------------------------------------------------------------------------------
 
 
+def _dynamic_head_scale_cuda(x: Tensor, per_head: bool) -> Tensor:
+    if not x.numel() or x.dtype not in DTYPES:
+        return dynamic_head_scale_definition(x, per_head)
+    return _scale_from(launch("quantize", "heads_amax", x), per_head)
+
+
 def _quantize_heads_cuda(x: Tensor, head_scale: Tensor) -> Tensor:
-    if x.ndim < 2 or not x.numel() or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if x.ndim < 2 or not x.numel() or x.dtype not in DTYPES:
         return quantize_heads_definition(x, head_scale)
     return launch("quantize", "quantize_heads", x, head_scale)
 
@@ -155,6 +165,9 @@ def _fp8_attention_cuda(
         descales = [(1.0 / one).expand(q.shape[0], -1).contiguous() for one in (q_scale, k_scale, v_scale)]
         out = _fa3()(q, k, v, q_descale=descales[0], k_descale=descales[1], v_descale=descales[2])
         return (out[0] if isinstance(out, tuple) else out).to(out_dtype)
+    if backend == "cudnn" and torch.cuda.get_device_capability(q.device)[0] == 9:  # on Hopper it writes FP8 alone
+        codes, descale = _fp8_attention_quantized_cuda(q, k, v, q_scale, k_scale, v_scale, backend)
+        return (codes.view(q.shape).float() * descale[..., None]).to(out_dtype)
     if backend == "cudnn":
         return _cudnn_fp8(q, k, v, q_scale, k_scale, v_scale, None).to(out_dtype)
     return launch("attention_triton", "fp8_attention", q, k, v, q_scale, k_scale, v_scale).to(out_dtype)
@@ -203,7 +216,7 @@ def _cudnn_fp8(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, out_scale: Tensor | None
 ) -> Tensor:
     """cuDNN's ``sdpa_fp8``: one scale per tensor, so every head must have the same. e4m3 out with ``out_scale``."""
-    graph = _CudnnGraph.of(tuple(q.shape), out_scale is not None, q.device)
+    graph = _cudnn_graph(tuple(q.shape), out_scale is not None, q.device)
     one = torch.ones(1, device=q.device)
     out = torch.empty(q.shape, dtype=torch.bfloat16 if out_scale is None else E4M3, device=q.device)
     descales = [1.0 / scale[:1] for scale in (q_scale, k_scale, v_scale)]
@@ -262,18 +275,20 @@ class _CudnnGraph:
         self.constants = {probability[0]: 1 / times, probability[1]: times, amax_s: per[:1], amax_o: per[1:]}
         self.workspace = torch.empty(max(graph.get_workspace_size(), 1), device=device, dtype=torch.uint8)
 
-    @classmethod
-    @functools.lru_cache(maxsize=16)
-    def of(cls, shape: tuple[int, ...], fp8_out: bool, device: torch.device) -> _CudnnGraph:
-        """The graph for ``[batch, tokens, heads, D]``, built once."""
-        return cls(shape, fp8_out, device)
-
     def run(self, operands: list[Tensor], descales: list[Tensor], scale_o: Tensor, out: Tensor) -> None:
         """Enqueue on the current stream; operands are contiguous e4m3."""
         given = [*(one.contiguous() for one in operands), *descales, scale_o]
         pack = {**dict(zip(self.inputs, given, strict=True)), **self.constants, self.out: out}
         self.cudnn.set_stream(handle=self.handle, stream=torch.cuda.current_stream(self.device).cuda_stream)
         self.graph.execute(pack, self.workspace, handle=self.handle)
+
+
+@functools.lru_cache(maxsize=16)
+def _cudnn_graph(shape: tuple[int, ...], fp8_out: bool, device: torch.device) -> _CudnnGraph:
+    return _CudnnGraph(shape, fp8_out, device)
+
+
+atexit.register(_cudnn_graph.cache_clear)  # while cudnn is still there to be told
 
 
 # --- registration ----------------------------------------------------------------------------------------------
@@ -318,9 +333,9 @@ dynamic_head_scale = register_op(
     "dynamic_head_scale",
     "(Tensor x, bool per_head) -> Tensor",
     dynamic_head_scale_definition,
-    dynamic_head_scale_definition,
+    _dynamic_head_scale_cuda,
     _dynamic_head_scale_fake,
-    None,
+    "heads_amax_kernel",
 )
 quantize_heads = register_op(
     "quantize_heads",

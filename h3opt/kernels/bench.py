@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from h3opt.kernels import DEFINITIONS, kernel_names, ops
+from h3opt.kernels import DEFINITIONS, kernel_names
 from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs
 
 # MiniMax-H3: hidden size, heads, head_dim, feed-forward size, rows of a modulation table (3 timesteps x 3 modalities).
@@ -31,6 +31,8 @@ COLUMNS = {
     "swiglu_quantize": FEED_FORWARD,
     "head_norm_rope": HEAD_DIM,
     "head_norm_rope_quantize": HEAD_DIM,
+    "quantize_heads": HEAD_DIM,
+    "dynamic_head_scale": HEAD_DIM,
 }
 
 
@@ -63,11 +65,18 @@ def variants(name: str) -> dict[str, Callable]:
         choices.append({"num_warps": 8, "lane": 8, "branchless": False})
         return options(swiglu.swiglu_quantize, choices)
     if name == "quantize_heads":
-        return options(quantize.quantize_heads, [{"width": w} for w in (1024, 2048, 4096, 8192)])
+        return options(
+            quantize.quantize_heads,
+            [{"block": b, "num_warps": w} for b, w in ((8, 4), (16, 2), (16, 4), (32, 4), (64, 8))],
+        )
     if name in ("head_norm_rope", "head_norm_rope_quantize"):
         blocks = [(4, 1), (8, 1), (16, 1), (8, 2), (16, 2), (16, 4), (64, 8)]
         choices = [{"block": b, "num_warps": w, "shuffle": s} for s in (True, False) for b, w in blocks]
         return options(getattr(rope, name), choices)
+    if name == "dynamic_head_scale":
+        return options(
+            quantize.heads_amax, [{"rows_per_program": r, "block": b} for b in (8, 16) for r in (8, 16, 32, 64)]
+        )
     return options(getattr(norm, name), [{"num_warps": w} for w in (1, 2, 4, 8)])
 
 
@@ -104,18 +113,18 @@ def time_arms(arms: dict[str, Callable[[], Any]], samples: int = 11) -> dict[str
 
 def edge_mismatches(name: str) -> int:
     """Differing elements over small odd shapes, all dtypes, NaN and inf rows."""
-    widths = (20, 64, 128) if name.startswith("head") else (36, 1028, HIDDEN)
+    widths = (20, 64, 128) if COLUMNS.get(name) == HEAD_DIM else (36, 1028, HIDDEN)
     total = 0
     for columns, dtype, special in itertools.product(widths, DTYPES, SPECIALS):
         args = op_inputs(name, 17, columns, 2, 2, dtype, "cuda", special, heads=5)
-        total += differing(getattr(ops, name)(*args), DEFINITIONS[name](*args))
+        total += differing(getattr(torch.ops.h3opt, f"{name}_v1").default(*args), DEFINITIONS[name](*args))
     return total
 
 
 def measure(name: str, tokens: int, rate: float, compiled: bool) -> dict[str, Any]:
     """One row of the table."""
     args = real_inputs(name, tokens)
-    op, definition = getattr(ops, name), DEFINITIONS[name]
+    op, definition = getattr(torch.ops.h3opt, f"{name}_v1").default, DEFINITIONS[name]
     expected = definition(*args)
     row: dict[str, Any] = {"floor_ms": bytes_moved(args, expected) / rate * 1e3}
     row["mismatches"] = differing(op(*args), expected)

@@ -86,6 +86,16 @@ if INTERPRETED:
         code = tl.where(x == x, code, 0x7F)
         return (code | sign).to(tl.int8).to(tl.float8e4nv, bitcast=True)
 
+    @triton.jit
+    def multiply_rounded(x, y):
+        """x · y, both in one narrow dtype and rounded to it."""
+        return narrow(widen(x) * widen(y), x.dtype)
+
+    @triton.jit
+    def add_rounded(x, y):
+        """x + y, both in one narrow dtype and rounded to it."""
+        return narrow(widen(x) + widen(y), x.dtype)
+
 else:
 
     @triton.jit
@@ -121,6 +131,32 @@ else:
     def narrow_e4m3(x):
         """float32 in [-448, 448] or NaN -> e4m3, to nearest, ties to even."""
         return x.to(tl.float8e4nv)
+
+    @triton.jit
+    def multiply_rounded(x, y):
+        """x · y, both in one narrow dtype and rounded to it; bf16 two at a time.
+
+        A product or sum of two bf16 numbers that is rounded to float32 first rounds to the same bf16: float32 has
+        more than twice its digits and two (Figueroa 1995, When is double rounding innocuous?). x · y + (-0) is x · y.
+        """
+        if x.dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+                "=r,r,r", [x, y], dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            return narrow(widen(x) * widen(y), x.dtype)
+
+    @triton.jit
+    def add_rounded(x, y):
+        """x + y, both in one narrow dtype and rounded to it; bf16 two at a time, as x · 1 + y."""
+        if x.dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }",
+                "=r,r,r", [x, y], dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            return narrow(widen(x) + widen(y), x.dtype)
 
 
 @triton.jit

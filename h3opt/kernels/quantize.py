@@ -9,6 +9,7 @@ import triton.language as tl
 
 from h3opt.kernels.device import (
     EXACT_LAUNCH,
+    abs_bits,
     as_rows,
     empty_quantized,
     load_columns,
@@ -20,6 +21,8 @@ from h3opt.kernels.device import (
 # Measured choices (see bench.py --tune). Bits do not depend on them.
 NUM_WARPS = 4
 ELEMENTS_PER_LANE = 8
+HEADS_PER_PROGRAM = 16
+AMAX_ROWS = 32
 
 MAX_COLUMNS = 32768  # a wider row would spill; the op then uses its definition
 
@@ -51,28 +54,66 @@ def quantize_rows(x: torch.Tensor, num_warps: int | None = None, lane: int | Non
 @triton.jit
 def quantize_heads_kernel(
     x_ptr, head_scale_ptr, q_ptr, token_stride, head_stride,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    head, channel = column // HEAD_DIM, column % HEAD_DIM
-    inside = column < HEADS * HEAD_DIM
-    x = widen(tl.load(x_ptr + row * token_stride + head * head_stride + channel, mask=inside, other=0.0))
-    scale = tl.load(head_scale_ptr + head, mask=inside, other=0.0)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channel = tl.arange(0, WIDTH)
+    inside = (head < HEADS)[:, None] & (channel < HEAD_DIM)[None, :]
+    offset = head[:, None] * head_stride + channel[None, :]
+    x = widen(tl.load(x_ptr + row * token_stride + offset, mask=inside, other=0.0))
+    scale = tl.load(head_scale_ptr + head, mask=head < HEADS, other=0.0)[:, None]
     scaled = tl.clamp(x * scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(q_ptr + row * (HEADS * HEAD_DIM) + column, narrow_e4m3(scaled), mask=inside)
+    out = row * (HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + channel[None, :]
+    tl.store(q_ptr + out, narrow_e4m3(scaled), mask=inside)
 
 
-def quantize_heads(x: torch.Tensor, head_scale: torch.Tensor, width: int = 2048) -> torch.Tensor:
+@triton.jit
+def heads_amax_kernel(
+    x_ptr, amax_ptr, rows, token_stride, head_stride,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude of each head over ROWS tokens, as bits: those of non-negative floats order as integers."""
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channel = tl.arange(0, WIDTH)
+    inside = (head < HEADS)[:, None] & (channel < HEAD_DIM)[None, :]
+    offset = head[:, None] * head_stride + channel[None, :]
+    largest = tl.zeros((BLOCK, WIDTH), tl.int32)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    for step in range(ROWS):
+        row = first + step
+        x = tl.load(x_ptr + row * token_stride + offset, mask=inside & (row < rows), other=0.0)
+        largest = tl.maximum(largest, abs_bits(widen(x)))
+    tl.atomic_max(amax_ptr + head, tl.max(largest, 1), mask=head < HEADS, sem="relaxed")
+
+
+def quantize_heads(
+    x: torch.Tensor, head_scale: torch.Tensor, block: int | None = None, num_warps: int = 4
+) -> torch.Tensor:
     """Launch `quantize_heads_kernel` on x [..., heads, head_dim]; head_scale float32 [heads]."""
-    heads, head_dim = x.shape[-2:]
-    rows = x.reshape(-1, heads, head_dim)
-    if rows.stride(2) != 1:
-        rows = rows.contiguous()
+    rows, heads, head_dim = _rows_of_heads(x), *x.shape[-2:]
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    width = min(width, triton.next_power_of_2(heads * head_dim))
-    quantize_heads_kernel[(rows.shape[0], triton.cdiv(heads * head_dim, width))](
-        rows, head_scale.contiguous(), q, rows.stride(0), rows.stride(1),
-        HEADS=heads, HEAD_DIM=head_dim, WIDTH=width, num_warps=4, **EXACT_LAUNCH,
+    block = min(block or HEADS_PER_PROGRAM, triton.next_power_of_2(heads))
+    quantize_heads_kernel[(rows.shape[0], triton.cdiv(heads, block))](
+        rows, head_scale.contiguous(), q, rows.stride(0), rows.stride(1), HEADS=heads, HEAD_DIM=head_dim,
+        BLOCK=block, WIDTH=triton.next_power_of_2(head_dim), num_warps=num_warps, **EXACT_LAUNCH,
     )  # fmt: skip
     return q
+
+
+def heads_amax(x: torch.Tensor, rows_per_program: int | None = None, block: int = 8) -> torch.Tensor:
+    """Launch `heads_amax_kernel` on x [..., heads, head_dim] -> float32 [heads]; a NaN is larger than any number."""
+    rows, heads, head_dim = _rows_of_heads(x), *x.shape[-2:]
+    amax = torch.zeros(heads, dtype=torch.int32, device=x.device)
+    step = rows_per_program or AMAX_ROWS
+    block = min(block, triton.next_power_of_2(heads))
+    heads_amax_kernel[(triton.cdiv(rows.shape[0], step), triton.cdiv(heads, block))](
+        rows, amax, rows.shape[0], rows.stride(0), rows.stride(1), HEADS=heads, HEAD_DIM=head_dim,
+        BLOCK=block, WIDTH=triton.next_power_of_2(head_dim), ROWS=step, num_warps=4, **EXACT_LAUNCH,
+    )  # fmt: skip
+    return amax.view(torch.float32)
+
+
+def _rows_of_heads(x: torch.Tensor) -> torch.Tensor:
+    rows = x.reshape(-1, *x.shape[-2:])
+    return rows if rows.stride(2) == 1 else rows.contiguous()

@@ -13,8 +13,10 @@ import triton.language as tl
 from h3opt.kernels.device import (
     EXACT_LAUNCH,
     VECTOR,
+    add_rounded,
     add_squares,
     fold_lanes,
+    multiply_rounded,
     narrow,
     narrow_e4m3,
     negate,
@@ -56,7 +58,7 @@ def norm_rope_tile(
     lane = tl.arange(0, LANES)[:, None]
     channel = lane * VECTOR + vector
     weight = widen(tl.load(weight_ptr + channel, mask=channel < HEAD_DIM, other=0.0))[None, :, :]
-    normed = round_to(weight * (rstd * x), dtype)
+    normed = narrow(weight * (rstd * x), dtype)
 
     # The partner of a channel: HALF to the right in the first half, to the left in the second. By whole lanes where
     # it can be: for a shuffle between lanes, or so that the compiler sees four neighbours and loads them at once.
@@ -79,15 +81,19 @@ def norm_rope_tile(
         pair_tile = tl.load(x_ptr + head * head_stride + row_pair, mask=inside, other=0.0)
         pair_x = widen(tl.reshape(pair_tile, (BLOCK, LANES, VECTOR)))
         pair_weight = widen(tl.load(weight_ptr + pair, mask=channel < HEAD_DIM, other=0.0))[None, :, :]
-        partner = round_to(pair_weight * (rstd * pair_x), dtype)
+        partner = narrow(pair_weight * (rstd * pair_x), dtype)
 
     turning = channel < ROTARY
-    cos = round_to(widen(tl.load(cos_ptr + channel, mask=turning, other=0.0)), dtype)[None, :, :]
+    cos = narrow(widen(tl.load(cos_ptr + channel, mask=turning, other=0.0)), dtype)
     sin = round_to(widen(tl.load(sin_ptr + channel, mask=turning, other=0.0)), dtype)
     # rotate-half negates the first half's partners: as well their sines, once per token instead of once per head.
-    sin = tl.where(channel < HALF, negate(sin), sin)[None, :, :]
-    rotated = round_to(normed * cos, dtype) + round_to(partner * sin, dtype)
-    out = narrow(tl.where(turning[None, :, :], rotated, normed), dtype)
+    sin = narrow(tl.where(channel < HALF, negate(sin), sin), dtype)
+    shape: tl.constexpr = (BLOCK, LANES, VECTOR)
+    rotated = add_rounded(
+        multiply_rounded(normed, tl.broadcast_to(cos[None, :, :], shape)),
+        multiply_rounded(partner, tl.broadcast_to(sin[None, :, :], shape)),
+    )
+    out = tl.where(turning[None, :, :], rotated, normed)
     return tl.reshape(out, (BLOCK * LANES, VECTOR)), head, column, inside
 
 

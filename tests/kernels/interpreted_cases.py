@@ -126,7 +126,11 @@ def test_quantize_heads(tokens, heads, head_dim, **kind):
     x = values((2, tokens, heads, head_dim), **kind)
     scale = torch.rand(heads, generator=torch.Generator().manual_seed(tokens)) * 300
     expected = attention.quantize_heads_definition(x, scale)
-    assert differing(quantize.quantize_heads(x, scale, width=256), expected) == 0
+    assert differing(quantize.quantize_heads(x, scale, block=2), expected) == 0
+    if not x.isnan().any():  # vector_norm may answer with another NaN, or with none
+        assert (
+            differing(quantize.heads_amax(x, 8), torch.linalg.vector_norm(x, float("inf"), dim=(0, 1, 3)).float()) == 0
+        )
     strided = x.transpose(1, 2).contiguous().transpose(1, 2)
     assert differing(quantize.quantize_heads(strided, scale), expected) == 0
 
