@@ -13,7 +13,7 @@ from h3opt.quality import relative_error, row_ulps
 pytestmark = pytest.mark.gpu
 
 FUSED = sorted(kernel_names)
-HEAD_OPS = ("head_norm_rope", "head_norm_rope_quantize", "quantize_heads")
+HEAD_OPS = ("head_norm_rope", "head_norm_rope_quantize", "quantize_heads", "dynamic_head_scale")
 
 
 @pytest.fixture(autouse=True)
