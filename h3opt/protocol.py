@@ -119,12 +119,17 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Pass(abc.ABC):
-    """Base of all passes. Subclass one of the three kinds, not this."""
+    """Base of all passes. Subclass one of the three kinds, not this.
+
+    A pass runs after those in ``after`` that are on. Some of these it may build on (``builds_on``): without them it has
+    nothing to do, and what an Exact pass keeps the bits of is a pipeline that has them on.
+    """
 
     name: ClassVar[str]
     kind: ClassVar[str]
     promise: ClassVar[Promise]
     after: ClassVar[tuple[str, ...]] = ()
+    builds_on: ClassVar[tuple[str, ...]] = ()
     conflicts: ClassVar[tuple[str, ...]] = ()
 
     def applies(self, device: Device, view: PipelineView) -> Yes | No:

@@ -332,7 +332,7 @@ class _Nudge:
 def split_exact(passes: Sequence[Pass]) -> tuple[list[Pass], list[Pass]]:
     """Exact passes that build on Exact ones alone, and the rest; each in running order."""
     inexact = {one.name for one in passes if not isinstance(one.promise, Exact)}
-    exact = [one for one in passes if one.name not in inexact and not inexact.intersection(one.after)]
+    exact = [one for one in passes if one.name not in inexact and not inexact.intersection(one.builds_on)]
     return exact, [one for one in passes if one not in exact]
 
 

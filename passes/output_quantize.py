@@ -56,6 +56,7 @@ class OutputQuantize(GraphPass):
 
     name = "output_quantize"
     after = ("fp8_attention", "fp8_linear")
+    builds_on = after
     promise = Perceptual(lpips=0.03, audio_snr_db=30.0, site_error=0.06)
 
     def applies(self, device: Device, view: PipelineView) -> Yes | No:

@@ -73,6 +73,7 @@ class QuantProducerFusion(GraphPass):
 
     name = "quant_producer_fusion"
     after = ("fp8_linear", "norm_modulate", "fused_swiglu")
+    builds_on = ("fp8_linear",)
     promise = Exact()
 
     def applies(self, device: Device, view: PipelineView) -> Yes | No:

@@ -70,7 +70,7 @@ def dynamic_head_scale_definition(x: Tensor, per_head: bool) -> Tensor:
     """``448 / amax|x|`` for each head, or one for all: x [batch, tokens, heads, D] -> float32 [heads]."""
     if not x.numel():
         return x.new_ones(x.shape[2:3], dtype=torch.float32)
-    return _scale_from(torch.linalg.vector_norm(x, float("inf"), dim=(0, 1, 3)).float(), per_head)
+    return scale_from(torch.linalg.vector_norm(x, float("inf"), dim=(0, 1, 3)).float(), per_head)
 
 
 def quantize_heads_definition(x: Tensor, head_scale: Tensor) -> Tensor:
@@ -127,7 +127,8 @@ def attention_definition(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tenso
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
 
 
-def _scale_from(amax: Tensor, per_head: bool) -> Tensor:
+def scale_from(amax: Tensor, per_head: bool) -> Tensor:
+    """``448 / amax`` of each head, or of the largest: float32 [heads] -> float32 [heads]."""
     if not per_head:
         amax = amax.amax().expand(amax.shape)
     return (E4M3_MAX / amax.clamp(min=SCALE_AMAX_MIN)).contiguous()
@@ -139,7 +140,7 @@ def _scale_from(amax: Tensor, per_head: bool) -> Tensor:
 def _dynamic_head_scale_cuda(x: Tensor, per_head: bool) -> Tensor:
     if not x.numel() or x.dtype not in DTYPES:
         return dynamic_head_scale_definition(x, per_head)
-    return _scale_from(launch("quantize", "heads_amax", x), per_head)
+    return scale_from(launch("quantize", "heads_amax", x), per_head)
 
 
 def _quantize_heads_cuda(x: Tensor, head_scale: Tensor) -> Tensor:

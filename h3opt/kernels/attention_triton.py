@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from h3opt.kernels.device import narrow, narrow_e4m3
+from h3opt.kernels.device import narrow, narrow_e4m3, saturate_e4m3
 
 BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES = 128, 64, 4, 3  # measured on an H200; another choice, another rounding
 LOG2_E = math.log2(math.e)
@@ -53,8 +53,7 @@ def fp8_attention_kernel(
         highest = now
     out = out / (total * 256.0 * tl.load(v_scale_ptr + head))[:, None]
     if FP8_OUT:
-        scaled = tl.clamp(out * tl.load(out_scale_ptr), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(out_ptr + base + row_offset, narrow_e4m3(scaled), mask=in_rows)
+        tl.store(out_ptr + base + row_offset, saturate_e4m3(out * tl.load(out_scale_ptr)), mask=in_rows)
     else:
         tl.store(out_ptr + base + row_offset, narrow(out, out_ptr.dtype.element_ty), mask=in_rows)
 

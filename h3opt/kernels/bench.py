@@ -43,7 +43,7 @@ def real_inputs(name: str, tokens: int) -> tuple:
 
 def variants(name: str) -> dict[str, Callable]:
     """Launch choices of a kernel: label -> callable with the operator's arguments."""
-    from h3opt.kernels import norm, quantize, rope, swiglu
+    from h3opt.kernels import attention, norm, quantize, rope, swiglu
 
     def options(launch: Callable, choices: list[dict]) -> dict[str, Callable]:
         return {
@@ -74,9 +74,11 @@ def variants(name: str) -> dict[str, Callable]:
         choices = [{"block": b, "num_warps": w, "shuffle": s} for s in (True, False) for b, w in blocks]
         return options(getattr(rope, name), choices)
     if name == "dynamic_head_scale":
-        return options(
-            quantize.heads_amax, [{"rows_per_program": r, "block": b} for b in (8, 16) for r in (8, 16, 32, 64)]
-        )
+
+        def scale(x, per_head, **choice):
+            return attention.scale_from(quantize.heads_amax(x, **choice), per_head)
+
+        return options(scale, [{"rows_per_program": r, "block": b} for b in (8, 16) for r in (8, 16, 32, 64)])
     return options(getattr(norm, name), [{"num_warps": w} for w in (1, 2, 4, 8)])
 
 

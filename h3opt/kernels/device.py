@@ -87,6 +87,11 @@ if INTERPRETED:
         return (code | sign).to(tl.int8).to(tl.float8e4nv, bitcast=True)
 
     @triton.jit
+    def saturate_e4m3(x):
+        """float32 -> e4m3, to nearest, ties to even; beyond ±448 it is ±448, and NaN stays NaN."""
+        return narrow_e4m3(tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL))
+
+    @triton.jit
     def multiply_rounded(x, y):
         """x · y, both in one narrow dtype and rounded to it."""
         return narrow(widen(x) * widen(y), x.dtype)
@@ -130,6 +135,11 @@ else:
     @triton.jit
     def narrow_e4m3(x):
         """float32 in [-448, 448] or NaN -> e4m3, to nearest, ties to even."""
+        return x.to(tl.float8e4nv)
+
+    @triton.jit
+    def saturate_e4m3(x):
+        """float32 -> e4m3, to nearest, ties to even; beyond ±448 it is ±448, NaN is NaN: cvt.satfinite."""
         return x.to(tl.float8e4nv)
 
     @triton.jit

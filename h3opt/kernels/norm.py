@@ -12,14 +12,15 @@ import triton.language as tl
 from h3opt.kernels.device import (
     EXACT_LAUNCH,
     TILE,
+    add_rounded,
     as_rows,
     empty_quantized,
     load_columns,
     load_row,
+    multiply_rounded,
     narrow,
     quantize_row,
     rms_reciprocal,
-    round_to,
     row_sum_of_squares,
     store_columns,
     vector_columns,
@@ -45,8 +46,7 @@ def add_gated_row(residual_ptr, y_ptr, gate_ptr, hidden_ptr, D: tl.constexpr):
         residual = load_columns(residual_ptr, columns, D, k * TILE, TILE)
         y = load_columns(y_ptr, columns, D, k * TILE, TILE)
         gate = load_columns(gate_ptr, columns, D, k * TILE, TILE)
-        gated = round_to(widen(gate) * widen(y), y.dtype)
-        tiles = tiles + (narrow(widen(residual) + gated, y.dtype),)  # noqa: RUF005 (not in triton)
+        tiles = tiles + (add_rounded(residual, multiply_rounded(gate, y)),)  # noqa: RUF005 (not in triton)
     for k in tl.static_range((D + TILE - 1) // TILE):
         store_columns(hidden_ptr, columns, tiles[k], D, k * TILE, TILE)
     return tiles
@@ -59,9 +59,9 @@ def modulate_tile(x, rstd, columns, weight_ptr, scale_ptr, shift_ptr, D: tl.cons
     weight = load_columns(weight_ptr, columns, D, START, TILE)
     scale = load_columns(scale_ptr, columns, D, START, TILE)
     shift = load_columns(shift_ptr, columns, D, START, TILE)
-    normed = round_to(widen(weight) * (rstd * widen(x)), dtype)
-    scaled = round_to(normed * round_to(widen(scale) + 1.0, dtype), dtype)
-    return narrow(scaled + widen(shift), dtype)
+    normed = narrow(widen(weight) * (rstd * widen(x)), dtype)
+    one = tl.full(scale.shape, 1.0, dtype)
+    return add_rounded(multiply_rounded(normed, add_rounded(scale, one)), shift)
 
 
 @triton.jit

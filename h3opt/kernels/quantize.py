@@ -13,8 +13,8 @@ from h3opt.kernels.device import (
     as_rows,
     empty_quantized,
     load_columns,
-    narrow_e4m3,
     quantize_row,
+    saturate_e4m3,
     widen,
 )
 
@@ -63,9 +63,8 @@ def quantize_heads_kernel(
     offset = head[:, None] * head_stride + channel[None, :]
     x = widen(tl.load(x_ptr + row * token_stride + offset, mask=inside, other=0.0))
     scale = tl.load(head_scale_ptr + head, mask=head < HEADS, other=0.0)[:, None]
-    scaled = tl.clamp(x * scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     out = row * (HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + channel[None, :]
-    tl.store(q_ptr + out, narrow_e4m3(scaled), mask=inside)
+    tl.store(q_ptr + out, saturate_e4m3(x * scale), mask=inside)
 
 
 @triton.jit

@@ -18,16 +18,16 @@ from h3opt.kernels.device import (
     fold_lanes,
     multiply_rounded,
     narrow,
-    narrow_e4m3,
     negate,
     rms_reciprocal,
     round_to,
+    saturate_e4m3,
     widen,
 )
 
 # Measured choices (see bench.py --tune). Bits do not depend on them.
-HEADS_PER_PROGRAM = 8
-NUM_WARPS = 1
+HEADS_PER_PROGRAM, NUM_WARPS = 64, 8
+QUANTIZE_HEADS_PER_PROGRAM, QUANTIZE_NUM_WARPS = 8, 1
 SHUFFLE = True
 
 MAX_HEAD_DIM = 128
@@ -127,8 +127,8 @@ def head_norm_rope_quantize_kernel(
         tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES, SHUFFLE,
     )  # fmt: skip
     scale = tl.load(head_scale_ptr + head, mask=head < HEADS, other=0.0)
-    scaled = tl.clamp(widen(out) * scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(out_ptr + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + column, narrow_e4m3(scaled), mask=inside)
+    codes = saturate_e4m3(widen(out) * scale)
+    tl.store(out_ptr + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + column, codes, mask=inside)
 
 
 def _launch(kernel, x, weight, cos, sin, extra, out, eps, block, num_warps, shuffle):
@@ -137,7 +137,7 @@ def _launch(kernel, x, weight, cos, sin, extra, out, eps, block, num_warps, shuf
     if rows.stride(2) != 1:
         rows = rows.contiguous()
     cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (cos, sin))
-    block = min(block or HEADS_PER_PROGRAM, triton.next_power_of_2(heads))
+    block = min(block, triton.next_power_of_2(heads))
     shuffle = SHUFFLE if shuffle is None else shuffle
     if out.numel():
         kernel[(rows.shape[0], triton.cdiv(heads, block))](
@@ -146,19 +146,29 @@ def _launch(kernel, x, weight, cos, sin, extra, out, eps, block, num_warps, shuf
             HEADS=heads, HEAD_DIM=head_dim, ROTARY=rotary, BLOCK=block,
             LANES=triton.next_power_of_2(head_dim // 4),
             SHUFFLE=shuffle and rotary % 8 == 0 and rotary > 0,
-            num_warps=num_warps or NUM_WARPS, **EXACT_LAUNCH,
+            num_warps=num_warps, **EXACT_LAUNCH,
         )  # fmt: skip
     return out
 
 
-def head_norm_rope(x, weight, cos, sin, eps, block=None, num_warps=None, shuffle=None) -> torch.Tensor:
+def head_norm_rope(
+    x, weight, cos, sin, eps, block=HEADS_PER_PROGRAM, num_warps=NUM_WARPS, shuffle=None
+) -> torch.Tensor:
     """Launch `head_norm_rope_kernel` on x [..., tokens, heads, head_dim], head_dim % 4 == 0 and <= MAX_HEAD_DIM."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return _launch(head_norm_rope_kernel, x, weight, cos, sin, (), out, eps, block, num_warps, shuffle)
 
 
 def head_norm_rope_quantize(
-    x, weight, cos, sin, head_scale, eps, block=None, num_warps=None, shuffle=None
+    x,
+    weight,
+    cos,
+    sin,
+    head_scale,
+    eps,
+    block=QUANTIZE_HEADS_PER_PROGRAM,
+    num_warps=QUANTIZE_NUM_WARPS,
+    shuffle=None,
 ) -> torch.Tensor:
     """Launch `head_norm_rope_quantize_kernel`; as `head_norm_rope`, with head_scale float32 [heads]."""
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)

@@ -13,12 +13,12 @@ from h3opt.kernels.device import (
     exp,
     fma,
     load_columns,
+    multiply_rounded,
     narrow,
     negate,
     quantize_row,
     reciprocal_approx,
     refine_quotient,
-    round_to,
     widen,
 )
 
@@ -33,7 +33,7 @@ MAX_COLUMNS = 32768  # a wider row would spill; the op then uses its definition
 
 @triton.jit
 def silu(x, dtype: tl.constexpr, BRANCHLESS: tl.constexpr):
-    """x / (1 + exp(-x)) of a float32 tensor that came from dtype, rounded to dtype; returns float32.
+    """x / (1 + exp(-x)) of a float32 tensor that came from dtype, rounded to dtype.
 
     BRANCHLESS divides by an approximate reciprocal and one remainder step, with both sides scaled by 1/4 so that
     the reciprocal of a large finite denominator stays normal. Its float32 quotient is within an ulp of the rounded
@@ -50,7 +50,7 @@ def silu(x, dtype: tl.constexpr, BRANCHLESS: tl.constexpr):
         out = tl.where(refined == refined, refined, quotient)
     else:
         out = tl.div_rn(x, 1.0 + exp(negate(x)))
-    return round_to(out, dtype)
+    return narrow(out, dtype)
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def swiglu_columns(
 ):
     value = load_columns(row_ptr, columns, F, START, WIDTH)
     gate = load_columns(row_ptr + F, columns, F, START, WIDTH)
-    return narrow(widen(value) * silu(widen(gate), gate.dtype, BRANCHLESS), value.dtype)
+    return multiply_rounded(value, silu(widen(gate), gate.dtype, BRANCHLESS))
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def swiglu_kernel(x_ptr, out_ptr, x_stride, F, WIDTH: tl.constexpr, BRANCHLESS: 
     inside = columns < F
     value = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
     gate = tl.load(x_ptr + row * x_stride + F + columns, mask=inside, other=0.0)
-    out = narrow(widen(value) * silu(widen(gate), gate.dtype, BRANCHLESS), value.dtype)
+    out = multiply_rounded(value, silu(widen(gate), gate.dtype, BRANCHLESS))
     tl.store(out_ptr + row * F + columns, out, mask=inside)
 
 

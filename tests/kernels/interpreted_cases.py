@@ -246,10 +246,10 @@ def test_norm_mutant_with_another_order_of_summation_is_seen(monkeypatch):
 
 def test_norm_mutant_that_keeps_float32_between_operations_is_seen(monkeypatch):
     @triton.jit
-    def unrounded(x, dtype: tl.constexpr):
-        return x
+    def unrounded(x, y):
+        return device.widen(x) * device.widen(y)
 
-    monkeypatch.setattr(norm, "round_to", unrounded)
+    monkeypatch.setattr(norm, "multiply_rounded", unrounded)
     args = norm_inputs((2, 3, 512), torch.bfloat16, 5, 1.0, "none", False)
     assert differing(norm.residual_norm_modulate(*args, 1e-5), cuda_order.residual_norm_modulate(*args, 1e-5)) > 0
 
@@ -274,7 +274,7 @@ def test_swiglu_mutant_without_the_rounding_of_silu_is_seen(monkeypatch):
     def unrounded(x, dtype: tl.constexpr):
         return x
 
-    monkeypatch.setattr(swiglu, "round_to", unrounded)
+    monkeypatch.setattr(swiglu, "narrow", unrounded)
     x = values((3, 400), torch.bfloat16, 1)
     assert differing(swiglu.swiglu(x), cuda_order.swiglu(x)) > 0
 

@@ -77,6 +77,7 @@ def test_it_names_only_passes_that_exist(name: str) -> None:
     cls = type(make_pass(name))
     assert set(cls.after) | set(cls.conflicts) <= set(EVERY)
     assert name not in cls.after
+    assert set(cls.builds_on) <= set(cls.after)
 
 
 @pytest.mark.parametrize("name", EVERY)
