@@ -60,7 +60,7 @@ def modulate_tile(x, rstd, columns, weight_ptr, scale_ptr, shift_ptr, D: tl.cons
     scale = load_columns(scale_ptr, columns, D, START, TILE)
     shift = load_columns(shift_ptr, columns, D, START, TILE)
     normed = narrow(widen(weight) * (rstd * widen(x)), dtype)
-    one = tl.full(scale.shape, 1.0, dtype)
+    one = narrow(tl.full(scale.shape, 1.0, tl.float32), dtype)
     return add_rounded(multiply_rounded(normed, add_rounded(scale, one)), shift)
 
 
