@@ -87,7 +87,8 @@ class QueuedConstants(TorchFunctionMode):
 
     def to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         """``host`` on ``device``."""
-        return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+        staged = torch.empty(host.shape, dtype=host.dtype, pin_memory=device.type == "cuda").copy_(host)
+        return staged.to(device, non_blocking=True)
 
 
 @dataclass

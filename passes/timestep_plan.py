@@ -77,9 +77,7 @@ class TimestepPlan(SchedulePass):
         sent: dict[int, torch.Tensor] = {}
         for dtype in {tensor.dtype: None for tensor in tensors}:
             group = [tensor for tensor in tensors if tensor.dtype == dtype]
-            packed = torch.empty(
-                sum(tensor.numel() for tensor in group), dtype=dtype, pin_memory=device.type == "cuda"
-            )
+            packed = torch.empty(sum(tensor.numel() for tensor in group), dtype=dtype, pin_memory=device.type == "cuda")
             torch.cat([tensor.reshape(-1) for tensor in group], out=packed)
             parts = packed.to(device, non_blocking=True).split([tensor.numel() for tensor in group])
             for tensor, part in zip(group, parts, strict=True):
