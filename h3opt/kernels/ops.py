@@ -192,7 +192,8 @@ def upsample_snake_definition(x: Tensor, taps: Tensor, frequency: Tensor, magnit
         for p in (0, 1)
     ]
     up = torch.stack(phases, dim=2)
-    return up + magnitude[:, None, None] * torch.sin(frequency[:, None, None] * up).square()
+    wave = frequency[:, None, None] * up
+    return wave.sin_().square_().mul_(magnitude[:, None, None]).add_(up)  # in place: fresh memory costs more than sines
 
 
 def downsample_definition(x: Tensor, taps: Tensor) -> Tensor:
