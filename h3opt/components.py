@@ -144,6 +144,11 @@ class PipelineView:
         """The pipeline's steps whose class has one of these names, in running order; none for a bare model."""
         return [block for block in self._all_steps() if type(block).__name__ in names]
 
+    def steps_making(self, *outputs: str) -> list[Any]:
+        """The pipeline's innermost steps, of any class, that leave one of these values in its state."""
+        innermost = [block for block in self._all_steps() if not getattr(block, "sub_blocks", None)]
+        return [step for step in innermost if set(outputs).intersection(step.intermediate_output_names)]
+
     def loops(self) -> list[Any]:
         """The pipeline's denoising loops, one per workflow; none for a bare model."""
         return [block for block in self._all_steps() if isinstance(block, LoopSequentialPipelineBlocks)]

@@ -42,12 +42,12 @@ class AudioOverlap(SchedulePass):
         order = [type(step).__name__ for step in view.steps(VIDEO, AUDIO)]
         if order[:2] != [VIDEO, AUDIO]:
             return No("there is no pipeline that decodes video and then audio")
-        if getattr(view.audio_vae, "_hf_hook", None) is not None:
+        if _offloaded(view.audio_vae):
             return No("the audio VAE is moved to the device for its own decode only (offloading)")
         return Yes()
 
     def expect(self, view: PipelineView) -> int:
-        return len(view.steps(AUDIO))
+        return len(view.steps_making("audio"))
 
     def install(self, view: PipelineView, undo: ExitStack) -> int:
         pairs = list(zip(view.steps(VIDEO), view.steps(AUDIO), strict=False))
@@ -92,7 +92,7 @@ class EarlyAudio:
         """Around the video step."""
         self.pending = None  # from here on, hand_over lets the audio step through
         latents = state.get("audio_latents")
-        if latents is not None:
+        if latents is not None and not _offloaded(components.audio_vae):
             ahead = PipelineState(dict(state.values), state.kwargs_mapping)
             with self.aside(latents):
                 self.audio_step(components, ahead)
@@ -139,6 +139,11 @@ class EarlyAudio:
         """The main stream waits for the side stream; the host does not."""
         if self.side is not None:
             torch.cuda.current_stream(self.side.device).wait_stream(self.side)
+
+
+def _offloaded(model: Any) -> bool:
+    """Whether weights come to the device for a call and leave it after, which a side stream would not wait for."""
+    return getattr(model, "_hf_hook", None) is not None
 
 
 class _Previous(EarlyAudio):

@@ -43,8 +43,8 @@ class DeferredSync(SchedulePass):
         return Yes() if view.loops() else No("there is no pipeline with a denoising loop, so nothing waits")
 
     def expect(self, view: PipelineView) -> int:
-        """Every loop, and the decode step of every VAE."""
-        return len(view.loops()) + (view.vae is not None) + (view.audio_vae is not None)
+        """Every loop, and every step that makes media."""
+        return len(view.loops()) + len(view.steps_making("videos", "audio"))
 
     def install(self, view: PipelineView, undo: ExitStack) -> int:
         loops, decodes = view.loops(), view.steps(*DECODES)

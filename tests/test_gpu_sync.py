@@ -52,6 +52,15 @@ def test_the_bits_are_the_unmodified_ones(pipe, unmodified, passes):
     assert_same(unmodified, tiny_call(pipe))
 
 
+@pytest.mark.parametrize("frames", [124, 141])
+@pytest.mark.parametrize(("height", "width"), [(64, 96), (64, 288), (288, 288)])
+def test_untiled_and_tiled_the_bits_are_the_unmodified_ones(pipe, height, width, frames):
+    canvas = {"height": height, "width": width, "num_frames": frames}
+    expected = tiny_call(pipe, **canvas)
+    with h3opt.optimize(pipe, passes=EXACT):
+        assert_same(expected, tiny_call(pipe, **canvas))
+
+
 # --- syncs -------------------------------------------------------------------------------------------------------
 
 

@@ -129,3 +129,13 @@ def test_a_bare_model_and_an_offloaded_one_decline(decoders: Decoders) -> None:
             assert "offloading" in opt.report["audio_overlap"].declined
     finally:
         del decoders.pipe.audio_vae._hf_hook
+
+
+def test_a_model_that_is_offloaded_later_decodes_in_its_turn(decoders: Decoders) -> None:
+    with optimize(decoders.pipe, ["audio_overlap"], profile="cpu"):
+        decoders.pipe.audio_vae._hf_hook = object()
+        try:
+            decoders.run(decoders.state())
+        finally:
+            del decoders.pipe.audio_vae._hf_hook
+    assert decoders.diary == ["video", "audio"]

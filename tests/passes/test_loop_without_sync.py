@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from h3opt import optimize
 from h3opt.components import PipelineView
+from h3opt.errors import ShortfallError
 from h3opt.generation import GenerationSettings, generate
 from h3opt.passes.deferred_sync import DeferredSync, QueuedConstants
 from h3opt.protocol import Pass
@@ -270,6 +271,34 @@ def test_with_both_and_the_passes_that_read_the_plan_a_generation_has_the_unmodi
         found = generate(pipe, clip)
         assert all(opt.report[name].matched == opt.report[name].expected > 0 for name in names)
     assert bits_equal(expected.video, found.video) and bits_equal(expected.audio, found.audio)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frames", [124, 141])
+@pytest.mark.parametrize(("height", "width"), [(64, 96), (64, 288), (288, 288)])
+def test_untiled_and_tiled_the_bits_are_the_unmodified_ones(height: int, width: int, frames: int) -> None:
+    pipe = build()
+    clip = GenerationSettings(height=height, width=width, num_frames=frames, num_inference_steps=3)
+    expected = generate(pipe, clip)
+    names = ["timestep_plan", "deferred_sync", "audio_overlap"]
+    with optimize(pipe, names, profile="cpu"):
+        found = generate(pipe, clip)
+    assert bits_equal(expected.video, found.video) and bits_equal(expected.audio, found.audio)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("timestep_plan", "MiniMaxH3SetTimestepsStep"), ("deferred_sync", "MiniMaxH3AudioDecodeStep")],
+)
+def test_a_step_of_a_class_it_does_not_know_is_a_shortfall(planned: Any, name: str, step: str) -> None:
+    found = PipelineView.of(planned[0]).steps(step)[0]
+    original = type(found)
+    found.__class__ = type("MyOwnStep", (original,), {})
+    try:
+        with pytest.raises(ShortfallError, match=name):
+            optimize(planned[0], [name], profile="cpu")
+    finally:
+        found.__class__ = original
 
 
 @pytest.mark.parametrize("name", ["timestep_plan", "deferred_sync"])
