@@ -7,7 +7,8 @@ import torch
 
 from h3opt.kernels import DEFINITIONS, kernel_names, ops
 from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs, values
-from tests.kernels import cuda_order
+
+from . import cuda_order
 
 pytestmark = pytest.mark.gpu
 
