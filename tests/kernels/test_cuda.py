@@ -142,7 +142,7 @@ def test_resampling_has_the_bits_of_its_spelled_out_order_and_is_close_to_the_li
     actual = getattr(ops, name)(*args)
     assert differing(actual, getattr(cuda_order, name)(*args, sine=torch.sin)) == 0
     exact = DEFINITIONS[name](*(one.double() for one in args))
-    torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-4)
+    assert (actual.double() - exact).norm() < 1e-4 * exact.norm()  # sines of large arguments; a lost tap costs 0.1
     strided = args[0].transpose(0, 1).contiguous().transpose(0, 1)
     assert differing(getattr(ops, name)(strided, *args[1:]), actual) == 0
 
