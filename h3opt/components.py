@@ -13,10 +13,14 @@ from diffusers import (
     AutoencoderKLMiniMaxH3Audio,
     MiniMaxH3Transformer3DModel,
 )
+from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
 
 from h3opt.capture import Region
 from h3opt.device import Device
 from h3opt.errors import PipelineError
+
+StepWrapper = Callable[..., Any]
+"""See :meth:`PipelineView.around_step`."""
 
 _BATCH, _TOKENS, _ROWS = 0, 1, 0  # dimensions of [batch, tokens, channels] and [rows, ...]
 
@@ -136,6 +140,41 @@ class PipelineView:
             )
         return [region for region in regions if region.modules]
 
+    def steps(self, *names: str) -> list[Any]:
+        """The pipeline's steps whose class has one of these names, in running order; none for a bare model."""
+        return [block for block in self._all_steps() if type(block).__name__ in names]
+
+    def steps_making(self, *outputs: str) -> list[Any]:
+        """The pipeline's innermost steps, of any class, that leave one of these values in its state."""
+        innermost = [block for block in self._all_steps() if not getattr(block, "sub_blocks", None)]
+        return [step for step in innermost if set(outputs).intersection(step.intermediate_output_names)]
+
+    def loops(self) -> list[Any]:
+        """The pipeline's denoising loops, one per workflow; none for a bare model."""
+        return [block for block in self._all_steps() if isinstance(block, LoopSequentialPipelineBlocks)]
+
+    def around_step(self, step: Any, wrapper: StepWrapper, undo: ExitStack, innermost: bool = False) -> None:
+        """Send runs of one pipeline step through ``wrapper``, outside those already there (or inside them all).
+
+        Args:
+            step: one of :meth:`steps`.
+            wrapper: called as ``wrapper(proceed, components, state)``; ``proceed(components, state)`` goes on to the
+                step. Both return ``(components, state)``.
+            undo: takes the wrapper off; wrappers may be taken off in any order.
+            innermost: put the wrapper next to the step.
+        """
+        if "_wrappers" not in vars(type(step)):
+            _make_wrappable(step)
+        wrappers: list[StepWrapper] = type(step)._wrappers
+        wrappers.insert(0 if innermost else len(wrappers), wrapper)
+
+        def remove() -> None:
+            wrappers.remove(wrapper)
+            if not wrappers:
+                step.__class__ = type(step).__base__
+
+        undo.callback(remove)
+
     def after_step(self, step: str, action: Callable[[Any], None], undo: ExitStack) -> int:
         """Call ``action(state)`` after every run of the pipeline step whose class is called ``step``.
 
@@ -147,35 +186,47 @@ class PipelineView:
         Returns:
             How many such steps the pipeline has; 0 for a bare model.
         """
-        blocks = list(_steps(self.pipe._blocks, step)) if self.pipe is not None else []
-        for block in blocks:
-            original = type(block)
 
-            def call(self: Any, components: Any, state: Any, original: type = original) -> Any:
-                components, state = original.__call__(self, components, state)  # type: ignore[operator]
-                action(state)
-                return components, state
+        def call(proceed: Any, components: Any, state: Any) -> Any:
+            components, state = proceed(components, state)
+            action(state)
+            return components, state
 
-            block.__class__ = type(
-                original.__name__, (original,), {"__call__": call, "__module__": original.__module__}
-            )
-            undo.callback(setattr, block, "__class__", original)
-        return len(blocks)
+        steps = self.steps(step)
+        for block in steps:
+            self.around_step(block, call, undo)
+        return len(steps)
 
     def hide_step_bars(self, undo: ExitStack) -> None:
         """Switch diffusers' own progress bars off, wherever they are; ``undo`` brings them back.
 
         The pipeline's ``set_progress_bar_config`` reaches its outermost blocks alone, and the loop is further in.
         """
-        for block in _blocks(self.pipe._blocks) if self.pipe is not None else ():
+        for block in self._all_steps():
             if hasattr(block, "set_progress_bar_config"):
                 before = dict(getattr(block, "_progress_bar_config", None) or {})
                 undo.callback(block.set_progress_bar_config, **before)
                 block.set_progress_bar_config(**{**before, "disable": True})
 
+    def _all_steps(self) -> Iterator[Any]:
+        return _blocks(self.pipe._blocks) if self.pipe is not None else iter(())
 
-def _steps(root: Any, step: str) -> Iterator[Any]:
-    return (block for block in _blocks(root) if type(block).__name__ == step)
+
+def _make_wrappable(step: Any) -> None:
+    """Give a step a class of its own, of the same name, whose calls go through a list of wrappers."""
+    original = type(step)
+    wrappers: list[StepWrapper] = []
+
+    def call(self: Any, components: Any, state: Any) -> Any:
+        def at(depth: int, components: Any, state: Any) -> Any:
+            if depth == 0:
+                return original.__call__(self, components, state)
+            return wrappers[depth - 1](lambda c, s: at(depth - 1, c, s), components, state)
+
+        return at(len(wrappers), components, state)
+
+    body = {"__call__": call, "__module__": original.__module__, "_wrappers": wrappers}
+    step.__class__ = type(original.__name__, (original,), body)
 
 
 def _blocks(block: Any) -> Iterator[Any]:

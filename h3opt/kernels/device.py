@@ -45,6 +45,10 @@ if INTERPRETED:
         return tl.rsqrt(x)
 
     @triton.jit
+    def sin(x):
+        return tl.sin(x)
+
+    @triton.jit
     def reciprocal_approx(x):
         """Not approximate here: float32 1/x."""
         return tl.div_rn(tl.zeros_like(x) + 1.0, x)
@@ -110,6 +114,10 @@ else:
     @triton.jit
     def rsqrt(x):
         return libdevice.rsqrt(x)
+
+    @triton.jit
+    def sin(x):
+        return libdevice.sin(x)
 
     @triton.jit
     def reciprocal_approx(x):

@@ -21,7 +21,7 @@ def values(shape, dtype, device, seed, special="none", magnitude=1.0):
 
 
 def op_inputs(name, tokens, columns, rows=3, batch=1, dtype=torch.bfloat16, device="cpu", special="none", heads=3):
-    """Positional arguments of `h3opt.kernels.ops.<name>`.
+    """Positional arguments of `h3opt.kernels.ops.<name>`; in the resampling ops tokens are samples and rows channels.
 
     `columns` is D, or F for SwiGLU (input 2F wide), or head_dim for the head ops (three quarters of it rotary), or the
     inputs of a linear layer with `rows * 16` outputs.
@@ -58,6 +58,11 @@ def op_inputs(name, tokens, columns, rows=3, batch=1, dtype=torch.bfloat16, devi
         q, q_scale = torch.ops.h3opt.quantize_rows_v1(x)
         weight_q, weight_scale = torch.ops.h3opt.quantize_rows_v1(make((rows * 16, columns), 7))
         return q, q_scale, weight_q, weight_scale, make((rows * 16,), 8, dtype=torch.bfloat16), torch.bfloat16
+    if name in ("upsample_snake", "downsample"):
+        phases = () if name == "upsample_snake" else (2,)
+        signal = make((batch, rows, *phases, tokens), 0, special, magnitude=2.0)
+        per_channel = (make((rows,), 8).exp(), make((rows,), 9).exp()) if name == "upsample_snake" else ()
+        return signal, make((12,), 7), *per_channel
     heads_of = [make((batch, tokens, heads, columns), seed, special) for seed in (9, 10, 11)]
     if name == "norm_head_scale":
         return heads_of[0], weight

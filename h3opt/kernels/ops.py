@@ -6,8 +6,9 @@ the chain rounds. Outputs are contiguous. Dtypes are bfloat16, float16 and float
 
 On CUDA an input that a kernel does not serve runs the definition instead, so the result is the same and only the
 speed differs: mixed dtypes, a width that is not a multiple of 4 in a norm (ATen itself then sums in another order),
-a misaligned pointer in a norm (likewise), rows wider than a kernel holds. Shapes that do not fit together reach the
-definition too, whose ATen calls raise. Index values out of range raise on the CPU and are undefined on CUDA.
+a misaligned pointer in a norm (likewise), rows wider than a kernel holds, resampling in 16 bit. Shapes that do not fit
+together reach the definition too, whose ATen calls raise. Index values out of range raise on the CPU and are undefined
+on CUDA.
 
 The ops are opaque to ahead-of-time caches: whoever changes what an op computes bumps the version in its name.
 They have no derivative: call them under `torch.no_grad()` or `torch.inference_mode()`.
@@ -30,6 +31,9 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SCALE_AMAX_MIN = 1e-12
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+CLOSE = ("scaled_linear", "upsample_snake", "downsample")
+"""Operators whose CUDA side is close to the definition, not equal: a library's order of summation is its own."""
 
 _NORM_MAX_COLUMNS = 16384
 
@@ -169,6 +173,43 @@ def head_norm_rope_quantize_definition(
     return wide.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).contiguous()
 
 
+def upsample_snake_definition(x: Tensor, taps: Tensor, frequency: Tensor, magnitude: Tensor) -> Tensor:
+    """Twice upsampled, then x + magnitude * sin(frequency * x)^2, both phases apart: no zero is stuffed or multiplied.
+
+    x [batch, channels, length], taps [12] of the upsampling filter times 2, frequency and magnitude [channels]
+    -> [batch, channels, 2, length], where [:, :, p, m] is sample 2m + p of the upsampled signal. Past its ends x keeps
+    its first and last value. Source: diffusers' MiniMaxH3AudioUpSample1d and MiniMaxH3AudioSnakeBeta (frequency is
+    exp(alpha) and magnitude 1 / (exp(beta) + 1e-9) there).
+
+    Sample 2m + p reads x[m-3+p .. m+2+p] through the odd taps (p = 0) or the even ones (p = 1), last tap first. The
+    CUDA kernel sums in that order, every product and sum rounded; this definition sums as the CPU's convolution does.
+    """
+    if not x.numel():
+        return x.new_empty((*x.shape[:-1], 2, x.shape[-1]))
+    channels, padded = x.shape[1], F.pad(x, (3, 3), mode="replicate")
+    phases = [
+        F.conv1d(padded[..., p : p + x.shape[-1] + 5], taps.flip(0)[p::2].expand(channels, 1, -1), groups=channels)
+        for p in (0, 1)
+    ]
+    up = torch.stack(phases, dim=2)
+    wave = frequency[:, None, None] * up
+    return wave.sin_().square_().mul_(magnitude[:, None, None]).add_(up)  # in place: fresh memory costs more than sines
+
+
+def downsample_definition(x: Tensor, taps: Tensor) -> Tensor:
+    """Every second sample of the filtered signal, from the signal's two phases.
+
+    x [batch, channels, 2, length] as `upsample_snake` gives it, taps [12] -> [batch, channels, length]. Sample m is
+    the sum over k of taps[k] * signal[2m - 5 + k], summed in this order by the CUDA kernel; past its ends the signal
+    keeps its first and last value. Source: diffusers' MiniMaxH3AudioLowPassFilter1d.
+    """
+    channels, length = x.shape[1], x.shape[3]
+    if not x.numel():
+        return x.new_empty((*x.shape[:2], length))
+    padded = F.pad(x.transpose(2, 3).flatten(2), (5, 6), mode="replicate")
+    return F.conv1d(padded, taps.expand(channels, 1, -1), stride=2, groups=channels)
+
+
 # --- fakes -----------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +260,14 @@ def _head_norm_rope_fake(x, weight, cos, sin, eps):
 
 def _head_norm_rope_quantize_fake(x, weight, cos, sin, head_scale, eps):
     return x.new_empty(x.shape, dtype=E4M3)
+
+
+def _upsample_snake_fake(x, taps, frequency, magnitude):
+    return x.new_empty((*x.shape[:-1], 2, x.shape[-1]))
+
+
+def _downsample_fake(x, taps):
+    return x.new_empty((*x.shape[:2], x.shape[3]))
 
 
 def _promoted(*tensors: Tensor) -> torch.dtype:
@@ -398,6 +447,28 @@ def _head_norm_rope_quantize_cuda(x, weight, cos, sin, head_scale, eps):
     return launch("rope", "head_norm_rope_quantize", x, weight, cos, sin, head_scale, eps)
 
 
+def _resampling_served(x: Tensor, ndim: int, taps: Tensor, *per_channel: Tensor) -> bool:
+    return (
+        x.ndim == ndim
+        and all(t.dtype == torch.float32 for t in (x, taps, *per_channel))
+        and taps.shape == (12,)
+        and all(t.shape == x.shape[1:2] for t in per_channel)
+        and x.numel() > 0
+    )
+
+
+def _upsample_snake_cuda(x, taps, frequency, magnitude):
+    if not _resampling_served(x, 3, taps, frequency, magnitude):
+        return upsample_snake_definition(x, taps, frequency, magnitude)
+    return launch("resample", "upsample_snake", x, taps, frequency, magnitude)
+
+
+def _downsample_cuda(x, taps):
+    if not _resampling_served(x, 4, taps) or x.shape[2] != 2:
+        return downsample_definition(x, taps)
+    return launch("resample", "downsample", x, taps)
+
+
 # --- registration ----------------------------------------------------------------------------------------------
 
 DEFINITIONS: dict[str, Callable] = {}
@@ -509,4 +580,20 @@ head_norm_rope_quantize = register_op(
     _head_norm_rope_quantize_cuda,
     _head_norm_rope_quantize_fake,
     "head_norm_rope_quantize_kernel",
+)
+upsample_snake = register_op(
+    "upsample_snake",
+    "(Tensor x, Tensor taps, Tensor frequency, Tensor magnitude) -> Tensor",
+    upsample_snake_definition,
+    _upsample_snake_cuda,
+    _upsample_snake_fake,
+    "upsample_snake_kernel",
+)
+downsample = register_op(
+    "downsample",
+    "(Tensor x, Tensor taps) -> Tensor",
+    downsample_definition,
+    _downsample_cuda,
+    _downsample_fake,
+    "downsample_kernel",
 )

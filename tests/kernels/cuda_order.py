@@ -103,3 +103,32 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize_heads(x: Tensor, head_scale: Tensor) -> Tensor:
     return round_e4m3((x.float() * head_scale[:, None]).clamp(-448, 448))
+
+
+def numpy_sine(x: Tensor) -> Tensor:
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.sin(x.numpy()))
+
+
+def upsample_snake(x: Tensor, taps: Tensor, frequency: Tensor, magnitude: Tensor, sine=numpy_sine) -> Tensor:
+    """The transposed convolution itself, sample by sample of the stuffed signal, in the order of its input."""
+    length = x.shape[-1]
+    up = torch.zeros(*x.shape[:-1], 2 * length, device=x.device)
+    for start in range(-3, 4):  # x[m + start] meets tap n + 5 - 2 (m + start), of sample n = 2m or 2m + 1
+        shifted = x[..., (torch.arange(length, device=x.device) + start).clamp(0, length - 1)]
+        for phase in (0, 1):
+            tap = phase + 5 - 2 * start
+            if 0 <= tap < 12:
+                up[..., phase::2] += shifted * taps[tap]
+    wave = sine(frequency[:, None] * up)
+    up = up + magnitude[:, None] * (wave * wave)
+    return up.unflatten(-1, (length, 2)).transpose(-1, -2).contiguous()
+
+
+def downsample(x: Tensor, taps: Tensor, sine=None) -> Tensor:
+    signal = x.transpose(-1, -2).flatten(-2)
+    n = torch.arange(0, signal.shape[-1], 2, device=x.device)
+    total = torch.zeros(*signal.shape[:-1], len(n), device=x.device)
+    for k in range(12):
+        total += signal[..., (n - 5 + k).clamp(0, signal.shape[-1] - 1)] * taps[k]
+    return total

@@ -18,7 +18,7 @@ import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from h3opt.kernels import attention, attention_triton, device, norm, quantize, rope, swiglu
+from h3opt.kernels import attention, attention_triton, device, norm, quantize, resample, rope, swiglu
 from h3opt.kernels.device import reciprocal_approx as exact_reciprocal
 from h3opt.kernels.examples import differing
 from h3opt.quality import relative_error
@@ -222,6 +222,32 @@ def test_rope_rotates_h3_heads():
     expected = cuda_order.head_norm_rope(x, weight, cos, sin, 1e-5)
     for shuffle in (False, True):
         assert differing(rope.head_norm_rope(x, weight, cos, sin, 1e-5, shuffle=shuffle), expected) == 0
+
+
+@settings(max_examples=20)
+@given(
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 90)),
+    width=st.sampled_from((16, 64)),
+    seed=drawn["seed"],
+    magnitude=drawn["magnitude"],
+    special=drawn["special"],
+    strided=drawn["strided"],
+)
+def test_resample(shape, width, seed, **kind):
+    x = values(shape, torch.float32, seed, **kind)
+    frequency, magnitude = values((2, shape[1]), torch.float32, seed + 1).exp()
+    up, down = values((2, 12), torch.float32, seed + 2)
+    phases = cuda_order.upsample_snake(x, up, frequency, magnitude)
+    assert differing(resample.upsample_snake(x, up, frequency, magnitude, width), phases) == 0
+    assert differing(resample.downsample(phases, down, width), cuda_order.downsample(phases, down)) == 0
+
+
+def test_resample_mutant_that_zeros_the_ends_is_seen():
+    x = values((1, 2, 40), torch.float32, 0)
+    taps, ones = values((12,), torch.float32, 1), torch.ones(2)
+    zeroed = torch.cat([torch.zeros(1, 2, 3), x, torch.zeros(1, 2, 3)], dim=-1)
+    wrong = resample.upsample_snake(zeroed, taps, ones, ones)[..., 3:-3]
+    assert differing(wrong, cuda_order.upsample_snake(x, taps, ones, ones)) > 0
 
 
 # --- planted mutants: a comparison that cannot fail proves nothing ------------------------------------------------

@@ -10,9 +10,11 @@ from h3opt.kernels import DEFINITIONS, attention, kernel_names, ops
 from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs, values
 from h3opt.quality import relative_error, row_ulps
 
+from . import cuda_order
+
 pytestmark = pytest.mark.gpu
 
-FUSED = sorted(kernel_names)
+FUSED = sorted(set(kernel_names) - set(ops.CLOSE))
 HEAD_OPS = ("head_norm_rope", "head_norm_rope_quantize", "quantize_heads", "dynamic_head_scale")
 
 
@@ -170,3 +172,31 @@ def test_a_mutant_fails_here_too(monkeypatch):
 
     monkeypatch.setattr(torch, "rms_norm", pairwise)
     assert differing(ops.norm_modulate(*args), DEFINITIONS["norm_modulate"](*args)) > 0
+
+
+RESAMPLING = ("upsample_snake", "downsample")
+
+
+@pytest.mark.parametrize("tokens, rows, batch", ((1, 1, 1), (5, 3, 2), (1035, 512, 2), (165600, 8, 2)))
+@pytest.mark.parametrize("name", RESAMPLING)
+def test_resampling_has_the_bits_of_its_spelled_out_order_and_is_close_to_the_library(name, tokens, rows, batch):
+    args = op_inputs(name, tokens, 0, rows, batch, torch.float32, "cuda")
+    actual = getattr(ops, name)(*args)
+    assert differing(actual, getattr(cuda_order, name)(*args, sine=torch.sin)) == 0
+    exact = DEFINITIONS[name](*(one.double() for one in args))
+    assert (actual.double() - exact).norm() < 1e-4 * exact.norm()  # sines of large arguments; a lost tap costs 0.1
+    strided = args[0].transpose(0, 1).contiguous().transpose(0, 1)
+    assert differing(getattr(ops, name)(strided, *args[1:]), actual) == 0
+
+
+@pytest.mark.parametrize("name", RESAMPLING)
+def test_resampling_kernels_run(name):
+    args = op_inputs(name, 17, 0, dtype=torch.float32, device="cuda")
+    getattr(ops, name)(*args)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        getattr(ops, name)(*args)
+        torch.cuda.synchronize()
+    assert [e.key for e in profile.key_averages() if e.key == kernel_names[name]] == [kernel_names[name]]
+    for other in (torch.bfloat16, torch.float16):  # not served: the definition
+        half = op_inputs(name, 17, 0, dtype=other, device="cuda")
+        assert getattr(ops, name)(*half).dtype == other

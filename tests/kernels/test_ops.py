@@ -15,6 +15,7 @@ from h3opt.kernels import DEFINITIONS, kernel_names, ops
 from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs
 
 OPS = sorted(DEFINITIONS)
+FAMILIES = ("norm", "quantize", "swiglu", "rope", "resample")
 
 
 def op(name):
@@ -90,6 +91,34 @@ def test_head_norm_rope_is_that_of_diffusers():
     assert differing(ops.head_norm_rope_quantize(x, weight, cos, sin, scale, eps), cast) == 0
 
 
+def test_resampling_is_the_activation_of_diffusers():
+    from diffusers.models.autoencoders.autoencoder_kl_minimax_h3_audio import (
+        MiniMaxH3AudioActivation1d,
+        MiniMaxH3AudioSnakeBeta,
+    )
+
+    module = MiniMaxH3AudioActivation1d(MiniMaxH3AudioSnakeBeta(3))
+    x, _, *log = op_inputs("upsample_snake", tokens=40, columns=0, batch=2, dtype=torch.float32)
+    module.act.alpha.data, module.act.beta.data = (one.log() for one in log)
+    module.double()
+    alpha, beta = module.act.alpha.exp(), module.act.beta.exp()
+    up, down = 2 * module.upsample.filter.view(-1), module.downsample.lowpass.filter.view(-1)
+    for length in (1, 2, 3, 7, 40):  # shorter than the filter too: the ends reach over each other
+        part = x[..., :length].double()
+        with torch.no_grad():
+            phases = ops.upsample_snake(part, up, alpha, 1 / (beta + 1e-9))
+            torch.testing.assert_close(phases.mT.flatten(2), module.act(module.upsample(part)), rtol=0, atol=1e-13)
+            torch.testing.assert_close(ops.downsample(phases, down), module(part), rtol=0, atol=1e-13)
+
+
+def test_an_inf_reaches_only_the_samples_whose_taps_it_meets():
+    x = torch.zeros(1, 1, 20)
+    x[..., 10] = torch.inf
+    phases = ops.upsample_snake(x, torch.ones(12), torch.zeros(1), torch.zeros(1))
+    assert (~phases[0, 0, 0].isfinite()).nonzero().flatten().tolist() == [8, 9, 10, 11, 12, 13]
+    assert (~phases[0, 0, 1].isfinite()).nonzero().flatten().tolist() == [7, 8, 9, 10, 11, 12]
+
+
 def test_quantize_rows_restores_values_within_half_a_step():
     (x,) = op_inputs("quantize_rows", 40, 96, dtype=torch.float32)
     q, scale = ops.quantize_rows(x)
@@ -138,7 +167,7 @@ def test_every_op_but_those_of_libraries_names_its_kernel():
     of_libraries = {"scaled_linear", "norm_head_scale", "attention"}
     assert set(kernel_names) == set(DEFINITIONS) - of_libraries - {"fp8_attention", "fp8_attention_quantized"}
     folder = Path(ops.__file__).parent
-    source = "".join((folder / f"{family}.py").read_text() for family in ("norm", "quantize", "swiglu", "rope"))
+    source = "".join((folder / f"{family}.py").read_text() for family in FAMILIES)
     for kernel in kernel_names.values():
         assert source.count(f"@triton.jit\ndef {kernel}(") == 1
 

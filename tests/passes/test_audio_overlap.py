@@ -1,0 +1,141 @@
+"""`audio_overlap`: which work comes first, and that nothing but the order changes. Streams are in test_gpu_streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import build
+from diffusers.modular_pipelines.modular_pipeline import PipelineState
+
+from h3opt import optimize
+from h3opt.components import PipelineView
+from h3opt.quality import bits_equal
+
+VIDEO, AUDIO = "MiniMaxH3VideoDecodeStep", "MiniMaxH3AudioDecodeStep"
+
+
+class Decoders:
+    """The two decode steps of a pipeline whose VAEs are stand-ins that keep a diary."""
+
+    def __init__(self) -> None:
+        self.pipe = build()
+        self.diary: list[str] = []
+        self.pipe.vae.decode = self.decode("video", (1, 3, 5, 32, 32))
+        self.pipe.audio_vae.decode = self.decode("audio", (2, 1, 8))
+
+    def decode(self, kind: str, shape: tuple[int, ...]) -> Any:
+        def call(latents: torch.Tensor, return_dict: bool = True) -> tuple[torch.Tensor]:
+            self.diary.append(kind)
+            if latents.isnan().any():
+                raise FloatingPointError(f"no {kind}")
+            return (latents.mean().expand(shape) / 4,)
+
+        return call
+
+    def state(self, seed: int = 0, **values: Any) -> PipelineState:
+        generator = torch.Generator().manual_seed(seed)
+        latents = torch.randn(1, 24, 2, 2, 2, generator=generator)
+        audio = torch.randn(2, 32, 3, generator=generator)
+        return PipelineState({"latents": latents, "audio_latents": audio, "output_type": "pt", **values})
+
+    def run(self, state: PipelineState, between: Any = None) -> PipelineState:
+        video, audio = PipelineView.of(self.pipe).steps(VIDEO, AUDIO)
+        self.diary.clear()
+        video(self.pipe, state)
+        if between is not None:
+            between(state)
+        audio(self.pipe, state)
+        return state
+
+
+@pytest.fixture(scope="module")
+def decoders() -> Decoders:
+    return Decoders()
+
+
+def same(left: PipelineState, right: PipelineState) -> bool:
+    assert left.values.keys() == right.values.keys()
+    assert left.get("sampling_rate") == right.get("sampling_rate") == 32000
+    return all(bool(bits_equal(left.get(name), right.get(name))) for name in ("videos", "audio"))
+
+
+def test_sound_is_decoded_once_and_before_the_video(decoders: Decoders) -> None:
+    expected = decoders.run(decoders.state())
+    assert decoders.diary == ["video", "audio"]
+    with optimize(decoders.pipe, ["audio_overlap"], profile="cpu") as opt:
+        found = decoders.run(decoders.state())
+        assert decoders.diary == ["audio", "video"]
+        assert opt.report["audio_overlap"].matched == opt.report["audio_overlap"].expected == 1
+    assert same(expected, found)
+    decoders.run(decoders.state())
+    assert decoders.diary == ["video", "audio"]
+
+
+def replaced(state: PipelineState) -> None:
+    state.set("audio_latents", state.get("audio_latents") + 1)
+
+
+def written(state: PipelineState) -> None:
+    state.get("audio_latents").add_(1)
+
+
+@pytest.mark.parametrize("between", [replaced, written])
+def test_latents_that_change_in_between_are_decoded_again(decoders: Decoders, between: Any) -> None:
+    expected = decoders.run(decoders.state(), between)
+    with optimize(decoders.pipe, ["audio_overlap"], profile="cpu"):
+        found = decoders.run(decoders.state(), between)
+    assert decoders.diary == ["audio", "video", "audio"]
+    assert same(expected, found)
+
+
+@pytest.mark.parametrize("broken", ["latents", "audio_latents"])
+def test_a_decode_that_fails_says_so_and_the_next_generation_is_right(decoders: Decoders, broken: str) -> None:
+    expected = decoders.run(decoders.state(seed=1))
+    bad = decoders.state()
+    bad.get(broken).fill_(torch.nan)
+    with optimize(decoders.pipe, ["audio_overlap"], profile="cpu"):
+        with pytest.raises(FloatingPointError, match="no audio" if "audio" in broken else "no video"):
+            decoders.run(bad)
+        assert same(expected, decoders.run(decoders.state(seed=1)))
+
+
+def test_what_a_failed_generation_made_is_not_handed_to_a_lone_audio_step(decoders: Decoders) -> None:
+    bad = decoders.state()
+    bad.get("latents").fill_(torch.nan)
+    with optimize(decoders.pipe, ["audio_overlap"], profile="cpu"):
+        with pytest.raises(FloatingPointError):
+            decoders.run(bad)
+        decoders.diary.clear()
+        PipelineView.of(decoders.pipe).steps(AUDIO)[0](decoders.pipe, bad)
+        assert decoders.diary == ["audio"]
+
+
+def test_installed_twice_sound_is_still_decoded_once(decoders: Decoders) -> None:
+    expected = decoders.run(decoders.state())
+    optimize(decoders.pipe, ["audio_overlap"], profile="cpu")
+    with optimize(decoders.pipe, ["deferred_sync", "audio_overlap", "timestep_plan"], profile="cpu"):
+        found = decoders.run(decoders.state())
+    assert decoders.diary == ["audio", "video"] and same(expected, found)
+
+
+def test_a_bare_model_and_an_offloaded_one_decline(decoders: Decoders) -> None:
+    with optimize(decoders.pipe.audio_vae, ["audio_overlap"], profile="cpu") as opt:
+        assert "no pipeline" in opt.report["audio_overlap"].declined
+    decoders.pipe.audio_vae._hf_hook = object()
+    try:
+        with optimize(decoders.pipe, ["audio_overlap"], profile="cpu") as opt:
+            assert "offloading" in opt.report["audio_overlap"].declined
+    finally:
+        del decoders.pipe.audio_vae._hf_hook
+
+
+def test_a_model_that_is_offloaded_later_decodes_in_its_turn(decoders: Decoders) -> None:
+    with optimize(decoders.pipe, ["audio_overlap"], profile="cpu"):
+        decoders.pipe.audio_vae._hf_hook = object()
+        try:
+            decoders.run(decoders.state())
+        finally:
+            del decoders.pipe.audio_vae._hf_hook
+    assert decoders.diary == ["video", "audio"]
