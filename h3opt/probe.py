@@ -39,7 +39,7 @@ def probe(match: Match, promise: Promise, seed: int = 0) -> str | None:
         found = _as_tuple(match.rule.replacement(**arguments))
     for reference, candidate in zip(expected, found, strict=True):
         comparison = bits_equal(reference, candidate)
-        allowed = promise.ulps if isinstance(promise, Rounding) else 0
+        allowed = promise.ulps or 0 if isinstance(promise, Rounding) else 0
         if not comparison.equal and comparison.max_ulps > allowed:
             return (
                 f"the probe found {comparison.differing} of {reference.numel()} elements different from the unfused "

@@ -19,13 +19,16 @@ class Rounding:
 
     Attributes:
         ulps: the largest distance allowed at the output of one rewritten site, in units in the last place of the
-            site's dtype. On the whole pipeline the pass is held to the noise floor (see :mod:`h3opt.verification`).
+            site's dtype; ``None`` for a schedule pass that reorders the reductions inside a whole model, whose
+            output near zero no number of ulps bounds. Graph passes must give a number.
+
+    On the whole pipeline the pass is held to the noise floor (see :mod:`h3opt.verification`), whatever the number.
     """
 
-    ulps: int = 1
+    ulps: int | None = 1
 
     def __str__(self) -> str:
-        return f"rounding, {self.ulps} ulp"
+        return "rounding, noise floor" if self.ulps is None else f"rounding, {self.ulps} ulp"
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from h3opt.promises import Exact, Rounding
 from h3opt.protocol import Decline, Example, GraphPass, Rule
 from h3opt.quality import bits_equal
 from h3opt.rewrite import Outcome, apply_rules
+from h3opt.tiles import Lane
 
 SPECIAL_VALUES = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0)
 
@@ -109,7 +110,7 @@ def broken_promise(graph_pass: GraphPass, draw: Draw) -> str | None:
         before, after = _tensors(graph(*example.args)), _tensors(rewritten(*example.args))
     for number, (reference, candidate) in enumerate(zip(before, after, strict=True)):
         comparison = bits_equal(reference, candidate)
-        allowed = graph_pass.promise.ulps if isinstance(graph_pass.promise, Rounding) else 0
+        allowed = graph_pass.promise.ulps or 0 if isinstance(graph_pass.promise, Rounding) else 0
         if isinstance(graph_pass.promise, (Exact, Rounding)) and not comparison and comparison.max_ulps > allowed:
             return f"output {number}: {comparison}"
     return None
@@ -168,6 +169,20 @@ def survives(mutant: GraphPass, draws: Sequence[Draw]) -> bool:
         return not wrong and not any(accepted(mutant, decline, draws[0]) for decline in mutant.declines())
     except PassFailedError:  # the engine itself turned its graph down
         return False
+
+
+class LastFirst(Lane):
+    """For mutants of passes that schedule tiles: merging waits for the end and then goes backwards."""
+
+    def __init__(self) -> None:
+        self.merges: list[Callable[[], Sequence[torch.Tensor]]] = []
+
+    def run(self, merge: Callable[[], Sequence[torch.Tensor]], device: torch.device) -> None:
+        self.merges.append(merge)
+
+    def finish(self) -> None:
+        while self.merges:
+            self.merges.pop()()
 
 
 def _with_rules(original: GraphPass, rules: Sequence[Rule]) -> GraphPass:
