@@ -557,16 +557,17 @@ def _encoded_clips(vae: Any, frames: int) -> Clips:
 
 
 def _decoder_bytes(vae: Any, latents: int) -> int:
-    """Bytes alive at once in a decoder block's feed-forward layer, its widest place, for one sample.
+    """Bytes alive at once in the widest place of a decoder block, for one sample.
 
-    Two copies of the residual stream in float32 (what the block was given and what it has so far); the norm's
-    result; both halves of the projection, the gate of one and the product of both.
+    Two copies of the residual stream in float32 (what the block was given and what it has so far) and the norm's
+    result; besides, in the feed-forward layer, both halves of the projection, the gate of one and the product of both;
+    in attention, seven or eight tensors of the size of a query while the key is rotated.
     """
     decoder = vae.decoder
-    halves, channels = decoder.transformer_blocks[0].ff.net[0].proj.weight.shape
-    item = decoder.proj_out.weight.dtype.itemsize
+    block, item = decoder.transformer_blocks[0], decoder.proj_out.weight.dtype.itemsize
+    halves, channels = block.ff.net[0].proj.weight.shape
     tokens = latents + decoder.num_register_tokens + 1
-    return tokens * (2 * 4 * channels + item * channels + 2 * item * halves)
+    return tokens * (2 * 4 * channels + item * channels + item * max(2 * halves, 8 * block.attn.to_q.weight.shape[0]))
 
 
 def _check_tile(vae: Any, tile: Sequence[int], rows: int, columns: int) -> None:
