@@ -20,7 +20,7 @@ from h3opt.reference.random_weights import cast_as_loaded, fill_random
 from h3opt.reference.tiny import VAE_CONFIG
 from h3opt.registry import make_pass
 
-CANVASES = {"one tile": (4, 4), "tiled one way": (4, 9), "tiled both ways": (10, 9)}
+CANVASES = {"one tile": (4, 4), "tiled one way": (4, 9), "tiled both ways": (5, 9)}
 EXACT = [["async_assembly"], ["memory_query_reuse"], ["async_assembly", "memory_query_reuse"]]
 
 
@@ -189,7 +189,7 @@ def test_a_tile_is_read() -> None:
     assert parse_tile("288x272x32") == (288, 272, 32)
 
 
-@pytest.mark.parametrize("tile", ["64x80x16", "32x32x16", "160x144x16"])
+@pytest.mark.parametrize("tile", ["64x80x16", "32x32x16", "80x144x16"])
 def test_another_tile_gives_what_the_decoder_gives_with_it(tile: str, vaes: Vaes) -> None:
     theirs, (height, width, overlap) = build(torch.float32), parse_tile(tile)
     theirs.enable_tiling(height, width, overlap, overlap)
@@ -205,9 +205,9 @@ def test_encoding_keeps_its_tiles(vaes: Vaes) -> None:
         assert bits_equal(expected, vae.encode(x).latent_dist.parameters)
 
 
-@pytest.mark.parametrize("tile", ["176x64x16", "64x160x16"])
+@pytest.mark.parametrize("tile", ["96x64x16", "64x160x16"])
 def test_a_tile_larger_than_the_frame_is_refused_when_the_frame_is_known(tile: str, vaes: Vaes) -> None:
-    with pytest.raises(PipelineError, match="larger than the frame of 160x144. Choose"):
+    with pytest.raises(PipelineError, match="larger than the frame of 80x144. Choose"):
         vaes.decoded([make_pass("tile_geometry", {"tile": tile})], torch.float32, "tiled both ways", 7)
 
 
