@@ -276,10 +276,10 @@ class TilePlan:
         """Bytes needed besides the result: activations of a batch, and finished tiles that wait or are being merged.
 
         Waiting are a row of tiles and one more, for their neighbours below and to the right; the batch that merges
-        and the one that runs hold theirs; one tile's worth is being blended.
+        and the one that runs hold theirs. Blending takes a copy of a tile, and two products and a sum of no more.
         """
-        waiting = len(self.columns.sources) + 1 + 2 * batch + 1
-        return batch * self.activation_bytes + waiting * self.tile_bytes
+        waiting = len(self.columns.sources) + 1 + 2 * batch
+        return batch * self.activation_bytes + (waiting + 4) * self.tile_bytes
 
     def peak(self, batch: int) -> int:
         """Bytes that a decode in batches of this size adds to weights and input."""

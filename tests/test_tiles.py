@@ -227,7 +227,7 @@ def test_a_decode_holds_no_more_than_its_plan_says(dtype: torch.dtype, batch: in
         schedule_tiles(vae, choices, undo)
         with LiveBytes(vae) as live:
             decode(vae, z)
-    assert 0.5 * plan.peak(plan.batch) < live.peak <= plan.peak(plan.batch)
+    assert 0.4 * plan.peak(plan.batch) < live.peak <= plan.peak(plan.batch)
 
 
 def test_an_encode_holds_no_more_than_its_plan_says(vae: Any) -> None:
