@@ -187,6 +187,12 @@ class Axis:
         """Of the output."""
         return self.offsets[-1] + self.sizes[-1]
 
+    @property
+    def borders(self) -> list[int]:
+        """Where blending begins and ends: the lines of the output on which a seam would show."""
+        starts = self.offsets[1:]
+        return sorted({*starts, *(start + overlap for start, overlap in zip(starts, self.overlaps, strict=True))})
+
     def shown(self, number: int) -> int:
         """How much of a tile reaches the output: the next one covers its overlap."""
         return self.sizes[number] - (self.overlaps[number] if number < len(self.overlaps) else 0)

@@ -15,11 +15,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from h3opt.errors import MemoryBudgetError, PipelineError
-from h3opt.quality import bits_equal
+from h3opt.quality import bits_equal, seam_visibility
 from h3opt.reference import CANVASES, full_vae
 from h3opt.reference.random_weights import cast_as_loaded, fill_random
 from h3opt.reference.tiny import VAE_CONFIG
-from h3opt.tiles import Choices, TilePlan, memory_bytes, memory_text, plan_decode, plan_encode, schedule_tiles
+from h3opt.tiles import (
+    Blends,
+    Choices,
+    TilePlan,
+    TileScheduler,
+    memory_bytes,
+    memory_text,
+    plan_decode,
+    plan_encode,
+    schedule_tiles,
+)
 
 TILE, OVERLAP = 64, 16
 
@@ -169,6 +179,28 @@ def test_an_error_in_flight_reaches_the_caller_and_the_next_decode_is_right(part
     assert calls[0] == 3
     assert (expected - again).abs().max() < 1e-4 * expected.abs().max()
     assert bits_equal(expected, decode(vae, z))
+
+
+class HardCut(Blends):
+    def blend(self, before: torch.Tensor, after: torch.Tensor, dim: int) -> None:
+        """Leave the pixels of the later tile."""
+
+
+def test_a_seam_shows_at_the_borders_of_the_plan_unless_it_is_blended(vae: Any) -> None:
+    z = latents(4, 9, 7)
+    plan = plan_decode(vae, z.shape)
+    assert plan.columns.borders == [32, 64, 80, 96] and plan.rows.borders == []
+
+    def picture(choices: Choices) -> torch.Tensor:
+        brightness = iter((0.0, 1.0, 2.0))
+        noise = torch.Generator().manual_seed(4)
+        scheduler = TileScheduler(vae, [choices])
+        return scheduler.run(
+            plan, z, lambda tile: next(brightness) + 0.1 * torch.randn(1, 3, 28, 64, 64, generator=noise)
+        ).transpose(1, 2)
+
+    assert seam_visibility(picture(Choices()), [], plan.columns.borders) < 1.2
+    assert seam_visibility(picture(Choices(blends=HardCut)), [], plan.columns.borders) > 5
 
 
 # --- the plan --------------------------------------------------------------------------------------------------
