@@ -151,7 +151,7 @@ class TileScheduler:
         return video.result()
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Tile:
     """One tile by its place; tiles run and merge in this order."""
 
