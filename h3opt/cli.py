@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.console import Console
 from h3opt.errors import H3OptError, PipelineError
 
 if TYPE_CHECKING:
+    from h3opt.components import PipelineView
     from h3opt.generation import GenerationSettings
     from h3opt.verification import Progress, Verdict
 
@@ -233,18 +235,29 @@ def explain(
     name: Annotated[str, typer.Argument(metavar="PASS")],
     model: Model = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Show sites in the tiny reference pipeline.")] = False,
+    height: Height = 544,
+    width: Width = 960,
+    frames: Frames = 124,
     dtype: Dtype = "bfloat16",
     device: DeviceName = "cpu",
     json: Json = None,
 ) -> None:
-    """Show what a pass looks for and puts there; with a pipeline, where it fired and nearly did."""
-    from h3opt.explain import describe, explain_sites, sites_text
+    """Show what a pass looks for and puts there; with a pipeline, where it fired and nearly did.
+
+    Of a pass that cuts work into pieces, also the plan for a video of the given size by the released model.
+    """
+    from h3opt.explain import describe, explain_plan, explain_sites, has_plan, sites_text
     from h3opt.explain import explain as explain_pass
 
     data = {**describe(name), "sites": None}
+    latents = _latents(height, width, frames)
     _check_places(json)
+    plan = explain_plan(name, _released(dtype), latents) if has_plan(name) else None
+    data["plan"] = plan.to_dict() if plan is not None else None
     if not _is_stdout(json):
         _say(explain_pass(name))
+        if plan is not None:
+            _say(f"\nplan\n{textwrap.indent(str(plan), '  ')}")
     if model is not None or tiny:
         entry = explain_sites(_pipeline(model, dtype, device), name)
         data["sites"] = entry.to_dict()
@@ -382,6 +395,23 @@ def _pipeline(model: Path | None, dtype: str, device: str) -> Any:
     from h3opt.reference import tiny_pipeline
 
     return tiny_pipeline(dtype=_dtype(dtype), device=_device(device))
+
+
+def _latents(height: int, width: int, frames: int) -> tuple[int, int, int]:
+    from h3opt.reference import Canvas
+
+    try:
+        return Canvas(height, width, frames).latents
+    except ValueError as error:
+        raise PipelineError(f"--height, --width and --frames are no size of a video: {error}.") from error
+
+
+def _released(dtype: str) -> PipelineView:
+    """The parts of the released pipeline that plans are made for, without weights."""
+    from h3opt.components import PipelineView
+    from h3opt.reference import full_vae
+
+    return PipelineView(vae=full_vae(device="meta", dtype=_dtype(dtype)))
 
 
 def _names(passes: str | None) -> list[str] | None:

@@ -54,6 +54,10 @@ class CheckpointError(H3OptError):
     """Weights that are missing, truncated, or of the wrong keys, shapes or dtypes."""
 
 
+class MemoryBudgetError(H3OptError):
+    """A memory budget that the work does not fit into; the message has the least that does."""
+
+
 class MissingDependencyError(H3OptError):
     """An optional package that the call needs is not installed."""
 

@@ -12,7 +12,7 @@ from typing import Any
 from h3opt import patterns
 from h3opt.components import PipelineView
 from h3opt.generation import GenerationSettings, generate
-from h3opt.protocol import GraphPass, Rule, SchedulePass
+from h3opt.protocol import GraphPass, Pass, Plan, Rule, SchedulePass
 from h3opt.registry import find_pass, list_passes, make_pass
 from h3opt.report import PassReport
 from h3opt.session import optimize
@@ -84,11 +84,33 @@ def explain_sites(pipe: Any, name: str, settings: GenerationSettings | None = No
     Raises:
         UnknownPassError: there is no such pass.
     """
-    find_pass(name)
-    with optimize(pipe, passes=_with_what_it_builds_on(name), on_shortfall="warn") as opt, ExitStack() as undo:
+    one = make_pass(name)
+    # by name it takes the profile's options; a trial says that these may not fit the canvas
+    tried: list[str | Pass] = [name if one.trial() == one else one.trial(), *_with_what_it_builds_on(name)[1:]]
+    with optimize(pipe, passes=tried, on_shortfall="warn") as opt, ExitStack() as undo:
         PipelineView.of(pipe).hide_step_bars(undo)
         generate(pipe, settings or GenerationSettings(num_inference_steps=2))
         return opt.report[name]
+
+
+def has_plan(name: str) -> bool:
+    """Whether the pass cuts work into pieces, so that :func:`explain_plan` has something to show."""
+    return find_pass(name).plan is not Pass.plan
+
+
+def explain_plan(name: str, view: PipelineView, latents: tuple[int, int, int]) -> Plan | None:
+    """How the pass, with its default options, cuts up the work of one generation; ``None`` if it does not.
+
+    Args:
+        name: of the pass.
+        view: a pipeline, or its parts on the meta device: nothing is computed.
+        latents: frames, rows and columns of the video's latents.
+
+    Raises:
+        UnknownPassError: there is no such pass.
+        H3OptError: the pass does not fit a video of this size.
+    """
+    return make_pass(name).plan(view, latents)
 
 
 def sites_text(entry: PassReport) -> str:

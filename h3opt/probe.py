@@ -39,7 +39,7 @@ def probe(match: Match, promise: Promise, seed: int = 0) -> str | None:
         found = _as_tuple(match.rule.replacement(**arguments))
     for reference, candidate in zip(expected, found, strict=True):
         comparison = bits_equal(reference, candidate)
-        if isinstance(promise, Rounding) and (distance := row_ulps(reference, candidate)) > promise.ulps:
+        if isinstance(promise, Rounding) and (distance := row_ulps(reference, candidate)) > (promise.ulps or 0):
             return f"the probe found {distance:.1f} ulps of a row between this and the unfused operators on this device"
         if isinstance(promise, Exact) and not comparison.equal:
             return (

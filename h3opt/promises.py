@@ -18,15 +18,17 @@ class Rounding:
     """The same maths with the same rounding points, but another order of reduction.
 
     Attributes:
-        ulps: of a graph pass: the largest distance allowed at the output of one rewritten site, in units in the last
-            place of the largest magnitude in its row, for data whose products stay in the dtype's normal range. On
-            the whole pipeline the pass is held to the noise floor (see :mod:`h3opt.verification`).
+        ulps: the largest distance allowed at the output of one rewritten site, in units in the last place of the
+            largest magnitude in its row, for data whose products stay in the dtype's normal range; ``None`` for a
+            schedule pass that reorders the reductions inside a whole model. Graph passes must give a number.
+
+    On the whole pipeline the pass is held to the noise floor (see :mod:`h3opt.verification`), whatever the number.
     """
 
-    ulps: int = 1
+    ulps: int | None = 1
 
     def __str__(self) -> str:
-        return f"rounding, {self.ulps} ulp"
+        return "rounding, noise floor" if self.ulps is None else f"rounding, {self.ulps} ulp"
 
 
 @dataclass(frozen=True)

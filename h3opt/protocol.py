@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from h3opt.device import Device
 from h3opt.promises import Promise
@@ -39,6 +39,13 @@ class No:
     """The pass cannot run here; ``reason`` goes into the report."""
 
     reason: str
+
+
+class Plan(Protocol):
+    """What ``h3opt explain`` prints of a pass that cuts work into pieces; ``str`` gives its lines."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready types."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,22 @@ class Pass(abc.ABC):
     @abc.abstractmethod
     def mutants(self) -> Sequence[Mutant]:
         """Wrong versions of this pass, at least one."""
+
+    def trial(self) -> Pass:
+        """This pass as the generic tests install it on the tiny pipeline, where its defaults may not fit the canvas."""
+        return self
+
+    def plan(self, view: PipelineView, latents: tuple[int, int, int]) -> Plan | None:
+        """How the pass cuts up the work of one generation; ``None`` when it cuts nothing.
+
+        Args:
+            view: a pipeline, or its parts on the meta device.
+            latents: frames, rows and columns of the video's latents.
+
+        Raises:
+            H3OptError: the options do not fit a video of this size.
+        """
+        return None
 
     @classmethod
     def summary(cls) -> str:

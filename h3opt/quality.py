@@ -1,4 +1,4 @@
-"""How far one output is from another: exact bits, ulps, LPIPS of video frames, PSNR, SNR of audio."""
+"""How far one output is from another: exact bits, ulps, LPIPS of video frames, PSNR, SNR of audio; seams of one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -248,6 +248,52 @@ def audio_snr_db(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tens
     # 0 / 0, a silent channel that stayed silent, is a perfect match and not NaN.
     ratio = torch.where(noise_power == 0, math.inf, signal_power / noise_power)
     return 10 * ratio.log10()
+
+
+def seam_visibility(video: torch.Tensor, rows: Sequence[int], columns: Sequence[int], step: int = 16) -> float:
+    """How much more a picture changes across the borders of tiles than across other places: 1 where nothing shows.
+
+    The mean absolute difference of neighbouring pixels over one border, divided by the mean over all other lines
+    at multiples of `step`: a decoder whose smallest patch is `step` pixels changes there too, seams or not. The
+    worst border counts, rows and columns apart, so that one visible seam is not averaged away.
+
+    Args:
+        video: [batch, frames, 3, height, width] or [frames, 3, height, width], floating point.
+        rows, columns: where borders are: the pixel below, or to the right of, each.
+        step: of the lines compared with, in pixels; 1 for all lines.
+
+    Returns:
+        the worst ratio; infinite where the rest is flat and a border is not, 1 where all is flat.
+
+    Raises:
+        PipelineError: there is no border, one lies outside the frame, or no other line is left to compare with.
+    """
+    if video.ndim not in (4, 5) or video.numel() == 0 or not video.is_floating_point():
+        raise PipelineError(f"seams are looked for in floating point videos, got {video.dtype} {list(video.shape)}")
+    if not rows and not columns:
+        raise PipelineError("a picture of one tile has no seams; pass at least one border")
+    worst = 0.0
+    for dim, borders in ((-2, sorted(set(rows))), (-1, sorted(set(columns)))):
+        length = video.shape[dim]
+        others = [line for line in range(step, length, step) if line not in borders]
+        if not borders:
+            continue
+        if borders[0] < 1 or borders[-1] >= length or not others:
+            raise PipelineError(
+                f"borders {borders} and a line at a multiple of {step} besides must lie within {length} pixels; "
+                "pass borders inside the frame, or a smaller step"
+            )
+        elsewhere = sum(_change(video, line, dim) for line in others) / len(others)
+        for line in borders:
+            change = _change(video, line, dim)
+            flat = 1.0 if change == 0 else math.inf
+            worst = max(worst, change / elsewhere if elsewhere else flat)
+    return worst
+
+
+def _change(video: torch.Tensor, line: int, dim: int) -> float:
+    before, after = (video.select(dim, at).double() for at in (line - 1, line))
+    return (after - before).abs().mean().item()
 
 
 def _require_same(a: torch.Tensor, b: torch.Tensor) -> None:

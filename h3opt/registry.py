@@ -153,6 +153,8 @@ def _problem_with(cls: type) -> str | None:
         return "has no usable name. Set name = 'my_pass', a Python identifier."
     if not isinstance(getattr(cls, "promise", None), (Exact, Rounding, Perceptual)):
         return "makes no promise. Set promise = Exact(), Rounding(ulps=...) or Perceptual(lpips=...)."
+    if issubclass(cls, GraphPass) and cls.promise == Rounding(None):
+        return "promises rounding without a bound at its sites. Set promise = Rounding(ulps=...)."
     if not dataclasses.is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[union-attr]
         return "is not a frozen dataclass. Decorate it with @dataclass(frozen=True) below @register."
     if inspect.isabstract(cls):

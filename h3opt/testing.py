@@ -25,6 +25,7 @@ from h3opt.promises import Exact, Perceptual, Rounding
 from h3opt.protocol import Decline, Example, GraphPass, Rule
 from h3opt.quality import bits_equal, relative_error, row_ulps
 from h3opt.rewrite import Outcome, apply_rules
+from h3opt.tiles import Lane
 
 SPECIAL_VALUES = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0)
 
@@ -137,8 +138,9 @@ def broken_promise(graph_pass: GraphPass, draw: Draw) -> str | None:
         promise = graph_pass.promise
         if isinstance(promise, Exact) and not (comparison := bits_equal(reference, candidate)):
             return f"output {number}: {comparison}"
-        if isinstance(promise, Rounding) and draw.unit_scale and row_ulps(reference, candidate) > promise.ulps:
-            return f"output {number}: {row_ulps(reference, candidate):.1f} ulps of its row, promised are {promise.ulps}"
+        if isinstance(promise, Rounding) and draw.unit_scale:
+            if (distance := row_ulps(reference, candidate)) > (promise.ulps or 0):
+                return f"output {number}: {distance:.1f} ulps of its row, promised are {promise.ulps}"
         if isinstance(promise, Perceptual) and promise.site_error is not None and draw.unit_scale:
             error = relative_error(reference, candidate)
             if not error <= promise.site_error:
@@ -199,6 +201,20 @@ def survives(mutant: GraphPass, draws: Sequence[Draw]) -> bool:
         return not wrong and not any(accepted(mutant, decline, draws[0]) for decline in mutant.declines())
     except PassFailedError:  # the engine itself turned its graph down
         return False
+
+
+class LastFirst(Lane):
+    """For mutants of passes that schedule tiles: merging waits for the end and then goes backwards."""
+
+    def __init__(self) -> None:
+        self.merges: list[Callable[[], Sequence[torch.Tensor]]] = []
+
+    def run(self, merge: Callable[[], Sequence[torch.Tensor]], device: torch.device) -> None:
+        self.merges.append(merge)
+
+    def finish(self) -> None:
+        while self.merges:
+            self.merges.pop()()
 
 
 def _with_rules(original: GraphPass, rules: Sequence[Rule]) -> GraphPass:

@@ -72,8 +72,8 @@ class QuantProducerFusion(GraphPass):
     """Activations leave their producer as FP8, quantized once for all that read them; bf16 never reaches memory."""
 
     name = "quant_producer_fusion"
-    after = ("fp8_linear", "norm_modulate", "fused_swiglu")
-    builds_on = ("fp8_linear",)
+    after = ("fp8_linear", "vae_fp8_linear", "norm_modulate", "fused_swiglu")
+    builds_on = ("fp8_linear", "vae_fp8_linear")
     promise = Exact()
 
     def applies(self, device: Device, view: PipelineView) -> Yes | No:
@@ -93,6 +93,9 @@ class QuantProducerFusion(GraphPass):
         if not facts.holds:
             return None
         quantizes = facts.operators.get(ops.quantize_rows, 0)
+        if facts.region == "vae.block":  # its norms are not modulated: SwiGLU alone is a producer
+            decoder = one.options() if (one := facts.find("vae_fp8_linear")) is not None else {}
+            return min(quantizes, int("ff.net.2" in decoder.get("layers", ())))
         format_options = one.options() if (one := facts.find("fp8_linear")) is not None else {}
         blocks = facts.holds.get("transformer.block", 0)
         if facts.region == "transformer":

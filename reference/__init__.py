@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from h3opt.reference.full import CANVASES, Canvas, full_inputs, full_transformer, parse_canvas
+    from h3opt.reference.full import CANVASES, Canvas, full_inputs, full_transformer, full_vae, parse_canvas
     from h3opt.reference.tiny import save_tiny, tiny_call, tiny_pipeline
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Canvas",
     "full_inputs",
     "full_transformer",
+    "full_vae",
     "parse_canvas",
     "save_tiny",
     "tiny_call",
@@ -23,7 +24,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "full": ("CANVASES", "Canvas", "full_inputs", "full_transformer", "parse_canvas"),
+    "full": ("CANVASES", "Canvas", "full_inputs", "full_transformer", "full_vae", "parse_canvas"),
     "tiny": ("save_tiny", "tiny_call", "tiny_pipeline"),
 }
 

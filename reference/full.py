@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_minimax_h3 import AutoencoderKLMiniMaxH3
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Transformer3DModel
 from diffusers.modular_pipelines.minimax_h3.before_denoise import (
     MiniMaxH3PrepareLayoutStep,
@@ -117,6 +118,37 @@ def full_transformer(
     if any(buffer.is_meta for buffer in model.buffers()):
         raise RuntimeError("this diffusers version computes a buffer that full_transformer does not know")
     fill_random(model, torch.Generator(device).manual_seed(seed))
+    return model.eval()
+
+
+def full_vae(
+    device: str | torch.device = "cuda", dtype: torch.dtype = torch.bfloat16, seed: int = 0, **config: Any
+) -> AutoencoderKLMiniMaxH3:
+    """The unmodified video VAE at its released geometry (2.4 billion parameters) with random weights.
+
+    Args:
+        device: where the weights are made and stay; on `"meta"` there are none.
+        dtype: as `from_pretrained(torch_dtype=dtype)`: encoder and norms stay float32.
+        seed: of the weights, drawn on `device`. The global random state is left alone.
+        config: further arguments of the class, to shrink it.
+
+    Returns:
+        the model in eval mode, its parameters without gradients.
+    """
+    with torch.device("meta"):
+        model = AutoencoderKLMiniMaxH3(**config)
+    for name, parameter in list(model.named_parameters()):
+        module = model.get_submodule(name.rpartition(".")[0])
+        empty = torch.empty(parameter.shape, dtype=loaded_dtype(model, name, dtype), device=device)
+        setattr(module, name.rpartition(".")[2], torch.nn.Parameter(empty, requires_grad=False))
+    if torch.device(device).type != "meta":
+        # Not a weight: the rotary frequencies are computed when the module is built, in float32 and on the CPU.
+        ratio, head_dim = model.config.decoder_rope_dim_ratio, model.config.decoder_attention_head_dim
+        rope = type(model.decoder.rope)(int(head_dim * ratio), theta=model.config.decoder_rope_theta)
+        model.decoder.rope = rope.to(device)
+        if any(buffer.is_meta for buffer in model.buffers()):
+            raise RuntimeError("this diffusers version computes a buffer that full_vae does not know")
+        fill_random(model, torch.Generator(device).manual_seed(seed))
     return model.eval()
 
 

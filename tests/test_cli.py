@@ -400,6 +400,16 @@ def test_explain_shows_every_pass(name: str, h3opt: Run) -> None:
     assert result.out.startswith(f"{name}: {cls.kind} pass, promise {cls.promise}") and cls.summary() in result.out
 
 
+def test_explain_prints_the_plan_for_a_canvas(h3opt: Run, refusal: Callable[..., str]) -> None:
+    assert "\n  tiles      105: 3 x 5 a clip, each 256x256\n" in h3opt("explain", "tile_batch").out
+    size = ("--height", 768, "--width", 1344, "--frames", 209)
+    data = json.loads(h3opt("explain", "tile_batch", *size, "--json", "-").out)
+    assert data["plan"]["tiles"] == 336 == sum(data["plan"]["batches"])
+    assert json.loads(h3opt("explain", "norm_modulate", "--json", "-").out)["plan"] is None
+    assert "multiples of 32, got 540x960" in refusal("explain", "tile_batch", "--height", 540)
+    assert "17 * n + 5, got 125" in refusal("explain", "tile_batch", "--frames", 125)
+
+
 def test_explain_with_a_pipeline_shows_its_sites(h3opt: Run, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

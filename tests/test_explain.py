@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from h3opt import explain as explaining
-from h3opt.errors import UnknownPassError
-from h3opt.explain import describe, explain, explain_sites, sites_text
+from h3opt.components import PipelineView
+from h3opt.errors import PipelineError, UnknownPassError
+from h3opt.explain import describe, explain, explain_plan, explain_sites, has_plan, sites_text
 from h3opt.generation import GenerationSettings
 from h3opt.promises import Exact
 from h3opt.protocol import GraphPass, Rule, SchedulePass
+from h3opt.reference import full_vae
 from h3opt.registry import find_pass, list_passes, make_pass
 from h3opt.report import PassReport
 
@@ -107,6 +109,17 @@ def test_a_pass_that_falls_short_still_answers(silent: Any, monkeypatch: pytest.
     with pytest.warns(UserWarning, match="fused_swiglu"):
         entry = explain_sites(silent, "fused_swiglu", SHORT)
     assert entry.matched and entry.expected and entry.matched < entry.expected
+
+
+def test_a_pass_that_cuts_work_shows_its_plan_and_others_have_none() -> None:
+    view = PipelineView(vae=full_vae(device="meta"))
+    assert "tiles      105: 3 x 5 a clip" in str(explain_plan("tile_batch", view, (37, 34, 60)))
+    plan = explain_plan("tile_geometry", view, (37, 34, 60))
+    assert plan is not None and plan.to_dict()["tiles"] == 56, "2 x 4 tiles of 7 clips"
+    assert [has_plan(name) for name in ("tile_batch", "norm_modulate")] == [True, False]
+    assert explain_plan("norm_modulate", view, (37, 34, 60)) is None
+    with pytest.raises(PipelineError, match="larger than the frame"):
+        explain_plan("tile_geometry", view, (37, 4, 6))
 
 
 def test_sites_say_why_a_pass_declined_and_what_it_missed() -> None:

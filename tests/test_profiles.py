@@ -101,7 +101,7 @@ def test_what_needs_fp8_hardware_is_off_where_there_is_none() -> None:
     for profile in list_profiles():
         if profile.device.type == "cuda" and profile.device.sm < (8, 9):
             off = {row.name for row in profile.passes if not row.enabled}
-            assert {"fp8_linear", "quant_producer_fusion"} <= off
+            assert {"fp8_linear", "vae_fp8_linear", "quant_producer_fusion"} <= off
 
 
 def test_the_example_at_the_head_of_h200_is_a_valid_profile() -> None:

@@ -22,6 +22,7 @@ ONE_BIT = Difference(1, 0, lpips=0.0, psnr_db=150.0)
         (Exact(), "exact"),
         (Rounding(), "rounding, 1 ulp"),
         (Rounding(8), "rounding, 8 ulp"),
+        (Rounding(None), "rounding, noise floor"),
         (Perceptual(0.05), "LPIPS ≤ 0.05"),
         (Perceptual(0.25, 10.0), "LPIPS ≤ 0.25, audio ≥ 10 dB"),
     ],

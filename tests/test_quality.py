@@ -24,6 +24,7 @@ from h3opt.quality import (
     bits_equal,
     lpips_per_frame,
     psnr_db,
+    seam_visibility,
     ulp_distance,
 )
 
@@ -318,6 +319,42 @@ def test_weights_with_other_keys_or_shapes_are_named(video: torch.Tensor, tmp_pa
     save_file(state | {"lin2.model.1.weight": head[:, :5].contiguous()}, tmp_path / "shape.safetensors")
     with pytest.raises(CheckpointError, match=r"lin2\.model\.1\.weight is \[1, 5, 1, 1\]"):
         lpips_per_frame(video, video, weights=tmp_path / "shape.safetensors")
+
+
+def _with_seam(step: float) -> torch.Tensor:
+    """A video that changes by 1 at every multiple of 16 columns, and by ``1 + step`` at column 64."""
+    columns = torch.arange(128)
+    picture = (columns // 16).float() + step * (columns >= 64)
+    return picture.expand(2, 3, 64, 128).clone()
+
+
+def test_a_seam_is_as_visible_as_it_is_larger_than_other_borders_of_patches() -> None:
+    assert seam_visibility(_with_seam(0.0), [], [64]) == 1
+    assert seam_visibility(_with_seam(2.0), [], [64]) == 3
+    assert seam_visibility(_with_seam(2.0), [], [32, 64]) == pytest.approx(3)
+    assert seam_visibility(_with_seam(2.0).transpose(-1, -2), [64], []) == 3
+    assert seam_visibility(_with_seam(2.0).unsqueeze(0), [16], [64]) == 3, "rows are flat, and so is their border"
+
+
+def test_a_seam_in_a_flat_picture_is_infinitely_visible() -> None:
+    flat = torch.zeros(1, 3, 64, 64)
+    assert seam_visibility(flat, [], [32]) == 1
+    flat[..., 32:] = 1
+    assert seam_visibility(flat, [], [32]) == math.inf
+    assert seam_visibility(flat, [], [33]) < 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [([], []), ([0], []), ([], [128]), ([], [-3]), ([16, 32, 48], [])], ids=str
+)
+def test_borders_that_are_none_are_refused(rows: list[int], columns: list[int]) -> None:
+    with pytest.raises(PipelineError, match="; pass"):
+        seam_visibility(_with_seam(0.0), rows, columns)
+
+
+def test_seams_are_looked_for_in_videos() -> None:
+    with pytest.raises(PipelineError, match="floating point videos"):
+        seam_visibility(torch.zeros(3, 64, 64), [32], [])
 
 
 def test_a_missing_lpips_package_comes_with_the_command(video: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

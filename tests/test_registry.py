@@ -21,7 +21,7 @@ from h3opt.errors import (
     PassOrderError,
     UnknownPassError,
 )
-from h3opt.promises import Exact
+from h3opt.promises import Exact, Rounding
 from h3opt.protocol import FormatPass, GraphPass, SchedulePass
 from h3opt.registry import find_pass, in_order, list_passes, make_pass, register
 
@@ -66,7 +66,7 @@ def test_passes_are_listed_by_kind_then_name():
 
 
 def test_a_pass_is_made_with_its_options():
-    assert make_pass("tile_batch", {"max_tiles": 3}).options() == {"max_tiles": 3}
+    assert make_pass("tile_batch", {"max_tiles": 3}).options() == {"max_tiles": 3, "memory_budget": "8GiB"}
     assert make_pass("tile_batch") == make_pass("tile_batch", {})
 
 
@@ -169,6 +169,8 @@ def violation(change: str) -> type:
         del cls.promise
     elif change == "promise of another kind":
         cls.promise = "exact"
+    elif change == "no bound at its sites":
+        cls.promise = Rounding(None)
     elif change == "no docstring":
         cls.__doc__ = None
     elif change == "no ordering":
@@ -194,6 +196,7 @@ def violation(change: str) -> type:
         ("unusable name", "has no usable name"),
         ("no promise", "makes no promise"),
         ("promise of another kind", "makes no promise"),
+        ("no bound at its sites", "promises rounding without a bound at its sites"),
         ("no docstring", "has no docstring"),
         ("no ordering", "states no ordering"),
         ("no rules", "leaves out example, rules"),
@@ -233,7 +236,7 @@ from dataclasses import dataclass
 
 import torch
 
-from h3opt.promises import Exact
+from h3opt.promises import Exact, Rounding
 from h3opt.protocol import Decline, Example, GraphPass, Mutant, Rule
 from h3opt.registry import register
 from h3opt.testing import rewired

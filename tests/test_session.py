@@ -96,7 +96,9 @@ def untouched(pipe: Any) -> Iterator[None]:
 def test_the_profile_decides_what_is_on_and_restore_takes_it_all_back(silent, reference):
     before = fingerprint(silent)
     opt = optimize(silent, None)
-    assert opt.active and {one.name for one in opt.passes} == {row.name for row in load_profile("cpu").passes}
+    assert opt.active and {one.name for one in opt.passes} == {
+        row.name for row in load_profile("cpu").passes if row.enabled
+    }
     generate(silent, CLIP)
     assert differing(before, fingerprint(silent))
     for entry in opt.report:
@@ -126,7 +128,7 @@ def test_passes_may_be_names_or_instances_in_any_order(silent):
     for order in (given, given[::-1]):
         with optimize(silent, order) as opt:
             assert [one.name for one in opt.passes] == ["norm_modulate", "residual_fold", "tile_batch"]
-            assert opt.passes[-1].options() == {"max_tiles": 2}
+            assert opt.passes[-1] == given[1]
 
 
 def test_exact_passes_give_the_unmodified_bits(silent, reference):

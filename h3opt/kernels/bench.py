@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from h3opt.kernels import DEFINITIONS, kernel_names
+from h3opt.kernels import DEFINITIONS, kernel_names, ops
 from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs
 
 # MiniMax-H3: hidden size, heads, head_dim, feed-forward size, rows of a modulation table (3 timesteps x 3 modalities).

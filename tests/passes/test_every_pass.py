@@ -376,7 +376,7 @@ def session_report(session: Session, name: str) -> Any:
 @pytest.mark.xdist_group("module passes")
 @pytest.mark.parametrize("name", MODULE)
 def test_installed_it_counts_what_it_expects_and_keeps_its_promise(stage: Stage, name: str) -> None:
-    one = make_pass(name)
+    one = make_pass(name).trial()
     difference = stage.difference(one)
     entry = session_report(stage.session, name)
     assert entry.state == "on", entry.reason
@@ -390,7 +390,7 @@ def test_installed_it_counts_what_it_expects_and_keeps_its_promise(stage: Stage,
 @pytest.mark.parametrize("name", MODULE)
 def test_taken_back_the_pipeline_is_what_it_was(stage: Stage, name: str) -> None:
     stage.session.uninstall()
-    stage.session.change_passes([make_pass(name)])
+    stage.session.change_passes([make_pass(name).trial()])
     assert differing(stage.before, fingerprint(stage.pipe)), "the pass changed something"
     stage.session.uninstall()
     assert differing(stage.before, fingerprint(stage.pipe)) == []

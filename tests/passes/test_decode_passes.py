@@ -1,0 +1,316 @@
+"""The decode passes on the tiny VAE: exact where they say so, at every kind of canvas, alone and together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKLMiniMaxH3
+
+import h3opt
+from h3opt.components import PipelineView
+from h3opt.errors import H3OptError, MemoryBudgetError, PassOptionError, PipelineError
+from h3opt.fp8 import FP8Linear
+from h3opt.generation import GenerationSettings, generate
+from h3opt.passes.async_assembly import SideStream
+from h3opt.passes.tile_geometry import parse_tile
+from h3opt.quality import bits_equal, lpips_per_frame
+from h3opt.reference.random_weights import cast_as_loaded, fill_random
+from h3opt.reference.tiny import VAE_CONFIG
+from h3opt.registry import make_pass
+
+CANVASES = {"one tile": (4, 4), "tiled one way": (4, 9), "tiled both ways": (5, 9)}
+EXACT = [["async_assembly"], ["memory_query_reuse"], ["async_assembly", "memory_query_reuse"]]
+
+
+def build(dtype: torch.dtype) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        vae = AutoencoderKLMiniMaxH3(**VAE_CONFIG)
+    fill_random(vae, torch.Generator().manual_seed(1))
+    cast_as_loaded(vae.eval(), dtype).requires_grad_(False)
+    vae.enable_tiling(64, 64, 16, 16)
+    return vae
+
+
+def latents(canvas: str, frames: int) -> torch.Tensor:
+    return torch.randn(1, 24, frames, *CANVASES[canvas], generator=torch.Generator().manual_seed(2))
+
+
+@torch.no_grad()
+def decode(vae: Any, z: torch.Tensor) -> torch.Tensor:
+    return vae.decode(z, return_dict=False)[0]
+
+
+class Vaes:
+    """One VAE per dtype, and what it decodes unmodified."""
+
+    def __init__(self) -> None:
+        self.vaes = {dtype: build(dtype) for dtype in (torch.float32, torch.bfloat16)}
+        self._decoded: dict[Any, torch.Tensor] = {}
+
+    def unmodified(self, dtype: torch.dtype, canvas: str, frames: int) -> torch.Tensor:
+        key = dtype, canvas, frames
+        if key not in self._decoded:
+            self._decoded[key] = decode(self.vaes[dtype], latents(canvas, frames))
+        return self._decoded[key]
+
+    def decoded(self, passes: list[Any], dtype: torch.dtype, canvas: str, frames: int) -> torch.Tensor:
+        vae = self.vaes[dtype]
+        with ExitStack() as undo:
+            for one in passes:
+                one = make_pass(one) if isinstance(one, str) else one
+                assert one.install(PipelineView(vae=vae), undo) == one.expect(PipelineView(vae=vae)) > 0
+            return decode(vae, latents(canvas, frames))
+
+
+@pytest.fixture(scope="module")
+def vaes() -> Vaes:
+    return Vaes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("frames", [12, 10], ids=["whole chunks", "a chunk to fill"])
+@pytest.mark.parametrize("canvas", CANVASES)
+@pytest.mark.parametrize("passes", EXACT, ids="+".join)
+def test_exact_passes_give_the_unmodified_bits(
+    passes: list[str], canvas: str, frames: int, dtype: torch.dtype, vaes: Vaes
+) -> None:
+    comparison = bits_equal(vaes.unmodified(dtype, canvas, frames), vaes.decoded([*passes], dtype, canvas, frames))
+    assert comparison, str(comparison)
+
+
+@pytest.mark.parametrize("canvas", CANVASES)
+def test_exact_passes_change_no_bit_of_batched_tiles(canvas: str, vaes: Vaes) -> None:
+    batched = vaes.decoded(["tile_batch"], torch.bfloat16, canvas, 12)
+    together = vaes.decoded(["tile_batch", *EXACT[-1]], torch.bfloat16, canvas, 12)
+    assert bits_equal(batched, together)
+
+
+@pytest.mark.parametrize("canvas", CANVASES)
+def test_batched_tiles_differ_by_rounding_alone(canvas: str, vaes: Vaes) -> None:
+    expected = vaes.unmodified(torch.float32, canvas, 12)
+    for tiles in (2, 8):
+        found = vaes.decoded([make_pass("tile_batch", {"max_tiles": tiles})], torch.float32, canvas, 12)
+        assert (expected - found).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_one_tile_at_a_time_is_exact(vaes: Vaes) -> None:
+    found = vaes.decoded([make_pass("tile_batch", {"max_tiles": 1})], torch.float32, "tiled both ways", 12)
+    assert bits_equal(vaes.unmodified(torch.float32, "tiled both ways", 12), found)
+
+
+def test_installed_twice_and_on_two_pipelines(vaes: Vaes) -> None:
+    ours, theirs = vaes.vaes[torch.float32], build(torch.float32)
+    z, expected = latents("tiled one way", 12), vaes.unmodified(torch.float32, "tiled one way", 12)
+    before = set(vars(ours))
+    first = h3opt.optimize(ours, ["async_assembly", "tile_geometry"], "cpu")
+    with h3opt.optimize(ours, EXACT[-1], "cpu") as opt, h3opt.optimize(theirs, EXACT[0], "cpu"):
+        assert not opt.report["async_assembly"].declined and "tile_geometry" not in opt.report.passes
+        assert bits_equal(expected, decode(ours, z)) and bits_equal(expected, decode(theirs, z))
+    first.restore()
+    assert set(vars(ours)) == before and bits_equal(expected, decode(ours, z))
+
+
+@pytest.mark.parametrize(
+    "name", ["async_assembly", "memory_query_reuse", "tile_batch", "tile_geometry", "vae_fp8_linear"]
+)
+def test_without_a_video_vae_they_decline(name: str, pipe: Any) -> None:
+    with h3opt.optimize(pipe.audio_vae, [name], "cpu") as opt:
+        assert opt.report[name].declined == "there is no video VAE"
+
+
+# --- streams ---------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """Stands for a CUDA stream: writes down what it is told to do."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name, self.events = log, name, 0
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        self.events += 1
+        return f"{self.name} {self.events}"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What two streams did, the computing one and that of ``SideStream``."""
+    log: list[str] = []
+    compute = Stream(log, "compute")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(log, "side"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    return log
+
+
+def test_memory_of_a_tile_is_given_back_after_the_computing_stream_waits_for_its_merge(log: list[str]) -> None:
+    lane = SideStream()
+
+    def merge(number: int) -> Callable[[], list[torch.Tensor]]:
+        tile = torch.zeros(1)
+        weakref.finalize(tile, log.append, f"tile {number} is free")
+        return lambda: log.append(f"merge {number}") or [tile]  # type: ignore[func-returns-value]
+
+    for number in (1, 2, 3):
+        lane.run(merge(number), torch.device("cuda", 0))
+    lane.finish()
+    in_turn = ["side waits for compute", "merge 1", "side waits for compute", "merge 2", "compute waits for side 1"]
+    in_turn += ["tile 1 is free", "side waits for compute", "merge 3", "compute waits for side 2", "tile 2 is free"]
+    assert log == [*in_turn, "compute waits for side", "tile 3 is free"]
+    assert len(lane.streams) == 1, "one stream for all decodes, as each has a memory pool of its own"
+
+
+def test_the_streams_join_when_a_merge_fails(log: list[str]) -> None:
+    lane = SideStream()
+
+    def fail() -> list[torch.Tensor]:
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        lane.run(fail, torch.device("cuda", 0))
+    lane.finish()
+    assert log == ["side waits for compute", "compute waits for side"] and not lane.held
+    lane.finish()
+    assert len(log) == 2, "there is nothing to wait for any more"
+
+
+# --- memory ----------------------------------------------------------------------------------------------------
+
+
+def test_reused_buffers_compute_the_weights_once_however_long_the_video(vaes: Vaes) -> None:
+    vae = vaes.vaes[torch.float32]
+
+    def blends(passes: list[str], frames: int) -> int:
+        calls = []
+        vae._blend = lambda *args, **kwargs: calls.append(1) or type(vae)._blend(vae, *args, **kwargs)
+        try:
+            vaes.decoded([*passes], torch.float32, "tiled one way", frames)
+        finally:
+            del vae._blend
+        return len(calls)
+
+    assert blends(["memory_query_reuse"], 7) < blends(["memory_query_reuse"], 12) == blends(["memory_query_reuse"], 22)
+    assert blends([], 12) < blends([], 22), "the decoder itself computes them for every border"
+
+
+def test_a_budget_too_small_says_the_least_and_leaves_the_pipeline_usable(silent: Any) -> None:
+    clip, view = GenerationSettings(num_inference_steps=2), PipelineView.of(silent)
+    expected = generate(silent, clip)
+    with ExitStack() as undo:
+        make_pass("tile_batch", {"memory_budget": "1MiB"}).install(view, undo)  # type: ignore[attr-defined]
+        with pytest.raises(MemoryBudgetError, match=r"1.00 MiB is too small to decode 64x96, 124 frames") as caught:
+            generate(silent, clip)
+    least = str(caught.value).partition("needs ")[2].partition(". Set")[0]
+    with ExitStack() as undo:
+        make_pass("tile_batch", {"memory_budget": least}).install(view, undo)  # type: ignore[attr-defined]
+        assert bits_equal(expected.video, generate(silent, clip).video)
+
+
+@pytest.mark.parametrize("budget", [0, "0GiB", "", "-1GiB", "much", None])
+def test_a_budget_of_nothing_is_refused(budget: Any) -> None:
+    with pytest.raises(PassOptionError, match="positive number of bytes"):
+        make_pass("tile_batch", {"memory_budget": budget})
+
+
+# --- tile_geometry ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tile", "why"),
+    [
+        ("288x270x32", "multiples of 16"),
+        ("288x272x8", "multiples of 16"),
+        ("288x272x272", "larger than its overlap"),
+        ("64x288x80", "larger than its overlap"),
+        ("-288x272x32", "multiples of 16"),
+        ("288x272x-32", "multiples of 16"),
+        ("288x272x0", "multiples of 16"),
+        ("0x0x0", "multiples of 16"),
+        ("288x272", "three whole numbers"),
+        ("288x272x32x1", "three whole numbers"),
+        ("288x272x3.5", "three whole numbers"),
+        ("", "three whole numbers"),
+        (288, "three whole numbers"),
+        (None, "three whole numbers"),
+    ],
+)
+def test_a_tile_that_is_none_is_refused(tile: Any, why: str) -> None:
+    with pytest.raises(PassOptionError, match=why):
+        make_pass("tile_geometry", {"tile": tile})
+
+
+def test_a_tile_is_read() -> None:
+    assert parse_tile("288x272x32") == (288, 272, 32)
+
+
+@pytest.mark.parametrize("tile", ["64x80x16", "32x32x16", "80x144x16"])
+def test_another_tile_gives_what_the_decoder_gives_with_it(tile: str, vaes: Vaes) -> None:
+    theirs, (height, width, overlap) = build(torch.float32), parse_tile(tile)
+    theirs.enable_tiling(height, width, overlap, overlap)
+    found = vaes.decoded([make_pass("tile_geometry", {"tile": tile})], torch.float32, "tiled both ways", 7)
+    assert bits_equal(decode(theirs, latents("tiled both ways", 7)), found)
+
+
+def test_encoding_keeps_its_tiles(vaes: Vaes) -> None:
+    vae, x = vaes.vaes[torch.float32], torch.randn(1, 3, 1, 160, 144)
+    with torch.no_grad(), ExitStack() as undo:
+        expected = vae.encode(x).latent_dist.parameters
+        make_pass("tile_geometry", {"tile": "32x32x16"}).install(PipelineView(vae=vae), undo)  # type: ignore[attr-defined]
+        assert bits_equal(expected, vae.encode(x).latent_dist.parameters)
+
+
+@pytest.mark.parametrize("tile", ["96x64x16", "64x160x16"])
+def test_a_tile_larger_than_the_frame_is_refused_when_the_frame_is_known(tile: str, vaes: Vaes) -> None:
+    with pytest.raises(PipelineError, match="larger than the frame of 80x144. Choose"):
+        vaes.decoded([make_pass("tile_geometry", {"tile": tile})], torch.float32, "tiled both ways", 7)
+
+
+def test_with_tiling_off_a_tile_size_is_declined_or_refused() -> None:
+    vae = build(torch.float32)
+    one = make_pass("tile_geometry", {"tile": "64x64x16"})
+    with h3opt.optimize(vae, [one], "cpu"):
+        vae.disable_tiling()
+        with pytest.raises(H3OptError, match="tiling is off. Call vae.enable_tiling"):
+            decode(vae, latents("one tile", 7))
+    with h3opt.optimize(vae, [one], "cpu") as opt:
+        assert opt.report["tile_geometry"].declined == "tiling is off; vae.enable_tiling() turns it on"
+
+
+# --- vae_fp8_linear --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_fp8_keeps_biases_and_the_dtype_of_the_decoder(dtype: torch.dtype, vaes: Vaes) -> None:
+    vae = vaes.vaes[dtype]
+    before = dict(vae.named_parameters())
+    with ExitStack() as undo:
+        make_pass("vae_fp8_linear").install(PipelineView(vae=vae), undo)  # type: ignore[attr-defined]
+        layers = [module for module in vae.decoder.modules() if isinstance(module, FP8Linear)]
+        assert len(layers) == 18 and all(layer.weight.dtype == torch.float8_e4m3fn for layer in layers)
+        assert all(one is before[name] for name, one in vae.named_parameters())
+        found = decode(vae, latents("tiled one way", 7))
+    assert dict(vae.named_parameters()).keys() == before.keys()
+    expected = decode(vae, latents("tiled one way", 7))
+    assert found.dtype == expected.dtype and not bits_equal(found, expected)
+    pictures = [(video * 0.2 + 0.5).clamp(0, 1).transpose(1, 2).float() for video in (expected, found)]
+    assert lpips_per_frame(*pictures).mean() < 0.05
+
+
+def test_fp8_can_leave_layers_and_blocks_alone(vaes: Vaes) -> None:
+    vae = vaes.vaes[torch.float32]
+    one = make_pass("vae_fp8_linear", {"layers": ["ff.net.2"], "keep_first": 1, "keep_last": 1})
+    with ExitStack() as undo:
+        assert one.install(PipelineView(vae=vae), undo) == 1 == one.expect(PipelineView(vae=vae))  # type: ignore[attr-defined]
+        changed = [name for name, module in vae.decoder.named_modules() if isinstance(module, FP8Linear)]
+    assert changed == ["transformer_blocks.1.ff.net.2"]

@@ -1,0 +1,246 @@
+"""On a CUDA device: merging on a side stream keeps every bit whatever the streams' delays, and memory its budget."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import h3opt
+from h3opt.calls import around
+from h3opt.components import PipelineView
+from h3opt.quality import bits_equal, lpips_per_frame
+from h3opt.reference import CANVASES, full_vae, tiny_call, tiny_pipeline
+from h3opt.registry import make_pass
+from h3opt.tiles import Blends, Choices, plan_decode
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+SIZES = {"one tile": (4, 4), "tiled one way": (4, 9), "tiled both ways": (10, 9)}
+EXACT = [["async_assembly"], ["memory_query_reuse"], ["async_assembly", "memory_query_reuse"]]
+DELAYS = {
+    "none": (0, 0),
+    "slow decoder": (3_000_000, 0),
+    "slow merge": (0, 3_000_000),
+    "both": (2_000_000, 2_000_000),
+}
+"""Cycles that the decoder's stream and the merging one sleep at most, per tile."""
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    pipe = tiny_pipeline(dtype=torch.bfloat16, device="cuda")
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def vae(pipe: Any) -> Iterator[Any]:
+    """The tiny pipeline's VAE, with tiles so small that a small canvas has several."""
+    vae = pipe.vae
+    before = vae.tile_sample_min_height, vae.tile_sample_min_overlap_height
+    vae.enable_tiling(64, 64, 16, 16)
+    yield vae
+    vae.enable_tiling(before[0], before[0], before[1], before[1])
+
+
+def latents(size: tuple[int, int], frames: int) -> torch.Tensor:
+    return torch.randn(1, 24, frames, *size, generator=torch.Generator().manual_seed(2)).cuda()
+
+
+@torch.no_grad()
+def decode(vae: Any, z: torch.Tensor) -> torch.Tensor:
+    """Read on the current stream at once, with no synchronization between: as the pipeline does."""
+    return vae.decode(z, return_dict=False)[0].clone()
+
+
+@contextmanager
+def passes_on(vae: Any, names: list[str], **options: Any) -> Iterator[None]:
+    with ExitStack() as undo:
+        for name in names:
+            make_pass(name, options.get(name)).install(PipelineView(vae=vae), undo)  # type: ignore[attr-defined]
+        yield
+
+
+@contextmanager
+def delayed(vae: Any, cycles: tuple[int, int], seed: int) -> Iterator[set[int]]:
+    """Let each stream sleep for a random while before its work; yields the streams that merging ran on."""
+    draw, streams = random.Random(seed), set()
+
+    def sleep(most: int) -> None:
+        if most:
+            torch.cuda._sleep(draw.randrange(most))
+
+    def slow_decoder(proceed: Any, *args: Any, **kwargs: Any) -> Any:
+        sleep(cycles[0])
+        return proceed(*args, **kwargs)
+
+    def slow(method: Callable[..., Any]) -> Callable[..., Any]:
+        def slowed(self: Blends, tile: torch.Tensor) -> torch.Tensor:
+            streams.add(torch.cuda.current_stream().cuda_stream)
+            sleep(cycles[1])
+            return method(self, tile)
+
+        return slowed
+
+    from h3opt.passes.memory_query_reuse import ReusedBuffers
+
+    with ExitStack() as undo, pytest.MonkeyPatch.context() as patch:
+        around(vae.decoder, slow_decoder, undo)
+        reused = ReusedBuffers.own
+        patch.setattr(Blends, "own", slow(Blends.own))
+        patch.setattr(ReusedBuffers, "own", slow(reused))
+        yield streams
+
+
+@pytest.mark.parametrize("delays", DELAYS)
+@pytest.mark.parametrize("frames", [12, 15])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("passes", EXACT, ids="+".join)
+def test_exact_passes_give_the_unmodified_bits_whatever_the_delays(
+    passes: list[str], size: str, frames: int, delays: str, vae: Any
+) -> None:
+    z = latents(SIZES[size], frames)
+    expected = decode(vae, z)
+    with passes_on(vae, passes):
+        for run in range(3):
+            with delayed(vae, DELAYS[delays], seed=run) as streams:
+                found = decode(vae, z)
+            comparison = bits_equal(expected, found)
+            assert comparison, f"run {run}: {comparison}"
+            beside = streams - {torch.cuda.current_stream().cuda_stream}
+            assert len(streams) == 1 and bool(beside) == ("async_assembly" in passes)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_on_batches_they_give_the_bits_of_tile_batch_alone(size: str, vae: Any) -> None:
+    z = latents(SIZES[size], 12)
+    with passes_on(vae, ["tile_batch"]):
+        expected = decode(vae, z)
+    with passes_on(vae, ["tile_batch", *EXACT[-1]]):
+        for run in range(3):
+            with delayed(vae, DELAYS["both"], seed=run):
+                assert bits_equal(expected, decode(vae, z))
+
+
+@torch.no_grad()
+def test_encoding_gives_the_unmodified_bits(vae: Any) -> None:
+    x = torch.randn(1, 3, 20, 160, 144, generator=torch.Generator().manual_seed(3)).cuda()
+    expected = vae.encode(x).latent_dist.parameters
+    with passes_on(vae, EXACT[-1]), delayed(vae, DELAYS["slow merge"], seed=0):
+        found = vae.encode(x).latent_dist.parameters.clone()
+    assert bits_equal(expected, found)
+
+
+@pytest.mark.parametrize("failing", ["decoder", "merge"])
+def test_an_error_with_tiles_in_flight_surfaces_and_the_next_decode_is_right(failing: str, vae: Any) -> None:
+    z = latents(SIZES["tiled both ways"], 12)
+    expected = decode(vae, z)
+    calls = [0]
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 5:
+            raise RuntimeError("out of luck")
+        return args[0](*args[1:], **kwargs) if failing == "decoder" else type(vae)._blend(vae, *args, **kwargs)
+
+    with passes_on(vae, ["async_assembly"]):
+        with ExitStack() as fault, delayed(vae, DELAYS["both"], seed=0):
+            if failing == "decoder":
+                around(vae.decoder, fail, fault)
+            else:
+                vae._blend = fail
+                fault.callback(vae.__dict__.pop, "_blend")
+            with pytest.raises(RuntimeError, match="out of luck"):
+                decode(vae, z)
+        torch.cuda.synchronize()
+        assert bits_equal(expected, decode(vae, z))
+
+
+def test_on_another_stream_than_the_default_one_it_is_the_same(vae: Any) -> None:
+    z = latents(SIZES["tiled both ways"], 12)
+    expected = decode(vae, z)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with passes_on(vae, EXACT[-1]), torch.cuda.stream(stream), delayed(vae, DELAYS["both"], seed=1):
+        found = decode(vae, z)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert bits_equal(expected, found)
+
+
+def test_reused_buffers_ask_the_allocator_less(vae: Any) -> None:
+    z = latents(SIZES["tiled both ways"], 22)
+
+    def requests(passes: list[str]) -> int:
+        with passes_on(vae, passes):
+            decode(vae, z)
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            decode(vae, z)
+            return torch.cuda.memory_stats()["allocation.all.allocated"] - before
+
+    assert requests(EXACT[2]) < requests(EXACT[0])
+
+
+# --- real geometry, two layers of the decoder ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def released() -> Any:
+    return full_vae(decoder_num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def real_latents() -> torch.Tensor:
+    _, rows, columns = CANVASES["544x960x124"].latents
+    return latents((rows, columns), 12)
+
+
+@pytest.mark.parametrize("passes", EXACT, ids="+".join)
+def test_at_real_geometry_exact_passes_give_the_unmodified_bits(
+    passes: list[str], released: Any, real_latents: torch.Tensor
+) -> None:
+    expected = decode(released, real_latents)
+    with passes_on(released, passes):
+        for _ in range(3):
+            comparison = bits_equal(expected, decode(released, real_latents))
+            assert comparison, str(comparison)
+
+
+@pytest.mark.parametrize("tiles", [1, 4, 8])
+def test_a_decode_stays_within_its_budget(tiles: int, released: Any, real_latents: torch.Tensor) -> None:
+    budget = plan_decode(released, real_latents.shape, [Choices(max_tiles=tiles)]).peak(tiles)
+    with (
+        passes_on(released, ["tile_batch", "async_assembly"], tile_batch={"max_tiles": 8, "memory_budget": budget}),
+        torch.no_grad(),
+    ):
+        released.decode(real_latents, return_dict=False)  # workspaces of libraries are allocated once
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        released.decode(real_latents, return_dict=False)
+        torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= budget
+
+
+# --- FP8 -------------------------------------------------------------------------------------------------------
+
+
+def test_the_fp8_decoder_keeps_its_promise(pipe: Any) -> None:
+    pytest.importorskip("lpips")
+    expected = tiny_call(pipe)["videos"]
+    with h3opt.optimize(pipe, passes=["vae_fp8_linear", "fused_swiglu", "quant_producer_fusion"]) as opt:
+        found = tiny_call(pipe)["videos"]
+        report, ran = opt.report, opt._session.operators_run()
+    assert report["vae_fp8_linear"].matched == report["vae_fp8_linear"].expected == 18
+    assert report["quant_producer_fusion"].per_region["vae.block"] == (1, 1)
+    assert ran["scaled_linear"] > 0 and ran["swiglu_quantize"] > 0, ran
+    assert not bits_equal(expected, found)
+    assert lpips_per_frame(expected, found).mean() < 0.05
+    assert bits_equal(expected, tiny_call(pipe)["videos"])

@@ -1,0 +1,316 @@
+"""The tile scheduler: it cuts, runs and merges as the VAE's own methods do, and its plan says what it will do."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKLMiniMaxH3
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from h3opt.errors import MemoryBudgetError, PipelineError
+from h3opt.quality import bits_equal, seam_visibility
+from h3opt.reference import CANVASES, full_vae
+from h3opt.reference.random_weights import cast_as_loaded, fill_random
+from h3opt.reference.tiny import VAE_CONFIG
+from h3opt.tiles import (
+    Blends,
+    Choices,
+    TilePlan,
+    TileScheduler,
+    memory_bytes,
+    memory_text,
+    plan_decode,
+    plan_encode,
+    schedule_tiles,
+)
+
+TILE, OVERLAP = 64, 16
+
+
+def tiny_vae(dtype: torch.dtype = torch.float32, **config: Any) -> Any:
+    """The tiny VAE with tiles so small that a cheap canvas has several."""
+    with torch.random.fork_rng(devices=[]):
+        vae = AutoencoderKLMiniMaxH3(**{**VAE_CONFIG, **config})
+    fill_random(vae, torch.Generator().manual_seed(1))
+    cast_as_loaded(vae.eval(), dtype).requires_grad_(False)
+    vae.enable_tiling(TILE, TILE, OVERLAP, OVERLAP)
+    return vae
+
+
+def latents(rows: int, columns: int, frames: int = 12, samples: int = 1) -> torch.Tensor:
+    return torch.randn(samples, 24, frames, rows, columns, generator=torch.Generator().manual_seed(2))
+
+
+def scheduled(vae: Any, run: Callable[[], Any], choices: Choices | None = None) -> Any:
+    with ExitStack() as undo:
+        schedule_tiles(vae, choices or Choices(), undo)
+        return run()
+
+
+def decode(vae: Any, z: torch.Tensor) -> torch.Tensor:
+    return vae.decode(z, return_dict=False)[0]
+
+
+def moments(vae: Any, x: torch.Tensor) -> torch.Tensor:
+    return vae.encode(x, return_dict=False)[0].parameters
+
+
+@pytest.fixture(scope="module")
+def vae() -> Any:
+    return tiny_vae()
+
+
+# --- same cuts, same bits --------------------------------------------------------------------------------------
+
+DECODES: dict[str, tuple[dict[str, Any], dict[str, Any], torch.Tensor]] = {
+    "a whole number of chunks": ({}, {}, latents(10, 9)),
+    "a last chunk to fill": ({}, {}, latents(4, 9, 15)),
+    "the shortest video": ({}, {}, latents(4, 4, 3)),
+    "two samples": ({}, {}, latents(4, 9, 7, samples=2)),
+    "sliced": ({}, {"use_slicing": True}, latents(4, 9, 7, samples=2)),
+    "tiling off": ({}, {"use_tiling": False}, latents(10, 9, 7)),
+    "tiles that cover each other by more than half": ({}, {}, latents(5, 4, 7)),
+    "tiles of no whole number of latents": ({}, {"tile_sample_min_width": 70}, latents(4, 9, 7)),
+    "nothing dropped": ({"token_drop": 0}, {}, latents(4, 9, 10)),
+    "clips of whole latents": ({"clip_length": 16, "token_drop": 2}, {}, latents(4, 4, 9)),
+}
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_decoding_gives_the_bits_and_strides_of_the_unmodified_method(name: str, vae: Any) -> None:
+    config, attributes, z = DECODES[name]
+    vae = tiny_vae(**config) if config or attributes else vae
+    for attribute, value in attributes.items():
+        setattr(vae, attribute, value)
+    expected = decode(vae, z)
+    found = scheduled(vae, lambda: decode(vae, z))
+    assert bits_equal(expected, found), str(bits_equal(expected, found))
+    assert expected.stride() == found.stride()
+
+
+@pytest.mark.parametrize("shape", [(1, 160, 144), (20, 64, 50), (18, 100, 64)])
+def test_encoding_gives_the_bits_of_the_unmodified_method(shape: tuple[int, int, int], vae: Any) -> None:
+    x = torch.randn(1, 3, *shape, generator=torch.Generator().manual_seed(3))
+    assert bits_equal(moments(vae, x), scheduled(vae, lambda: moments(vae, x)))
+
+
+def test_batches_hold_the_tiles_of_neighbouring_chunks(vae: Any) -> None:
+    z, calls = latents(4, 9), []
+    hook = vae.decoder.register_forward_hook(lambda module, args, out: calls.append(len(args[0])))
+    expected = decode(vae, z)
+    calls.clear()
+    found = scheduled(vae, lambda: decode(vae, z), Choices(max_tiles=4))
+    hook.remove()
+    assert calls == [3, 3] == plan_decode(vae, z.shape, [Choices(max_tiles=4)]).to_dict()["batches"]
+    assert (expected - found).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_with_gradients_it_gives_the_same_ones(vae: Any) -> None:
+    z = latents(4, 9, 7).requires_grad_()
+    (expected,) = torch.autograd.grad(decode(vae, z).square().sum(), z)
+    (found,) = torch.autograd.grad(scheduled(vae, lambda: decode(vae, z)).square().sum(), z)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_video_too_short_for_a_chunk_is_refused(vae: Any) -> None:
+    with pytest.raises(PipelineError, match="2 latent frames make no clip. Decode at least 7"):
+        scheduled(vae, lambda: decode(vae, latents(4, 4, 2)))
+
+
+@pytest.mark.parametrize("overlap", [0, -16, TILE, 2 * TILE])
+def test_overlaps_that_cannot_be_laid_out_are_refused(overlap: int) -> None:
+    vae = tiny_vae()
+    vae.tile_sample_min_overlap_width = overlap
+    with pytest.raises(PipelineError, match=f"cannot overlap by {overlap}. Set an overlap"):
+        plan_decode(vae, (1, 24, 7, 4, 9))
+    plan_decode(vae, (1, 24, 7, 9, 4))  # along the height there is no such overlap
+
+
+# --- coming and going ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_vae_has_its_own_methods_back_when_the_last_one_leaves(order: tuple[int, int], vae: Any) -> None:
+    stacks = [ExitStack(), ExitStack()]
+    before = set(vars(vae))
+    for stack in stacks:
+        schedule_tiles(vae, Choices(), stack)
+    stacks[order[0]].close()
+    assert set(vars(vae)) - before == {"_decode", "_encode"}
+    stacks[order[1]].close()
+    assert set(vars(vae)) == before
+
+
+def test_what_someone_else_put_in_place_of_a_method_is_put_back() -> None:
+    vae = tiny_vae()
+    vae._decode = theirs = lambda z: z
+    scheduled(vae, lambda: None)
+    assert vae._decode is theirs and "_encode" not in vars(vae)
+
+
+@pytest.mark.parametrize("part", ["decoder", "blend"])
+def test_an_error_in_flight_reaches_the_caller_and_the_next_decode_is_right(part: str, vae: Any) -> None:
+    z, calls = latents(4, 9), [0]
+    expected = decode(vae, z)
+
+    def fail(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise RuntimeError("out of luck")
+        return type(vae)._blend(vae, *args) if part == "blend" else None
+
+    with ExitStack() as undo:
+        schedule_tiles(vae, Choices(max_tiles=2), undo)
+        with ExitStack() as fault, pytest.raises(RuntimeError, match="out of luck"):
+            if part == "blend":
+                vae._blend = fail
+                fault.callback(vae.__dict__.pop, "_blend")
+            else:
+                fault.callback(vae.decoder.register_forward_pre_hook(fail).remove)
+            decode(vae, z)
+        again = decode(vae, z)
+    assert calls[0] == 3
+    assert (expected - again).abs().max() < 1e-4 * expected.abs().max()
+    assert bits_equal(expected, decode(vae, z))
+
+
+class HardCut(Blends):
+    def blend(self, before: torch.Tensor, after: torch.Tensor, dim: int) -> None:
+        """Leave the pixels of the later tile."""
+
+
+def test_a_seam_shows_at_the_borders_of_the_plan_unless_it_is_blended(vae: Any) -> None:
+    z = latents(4, 9, 7)
+    plan = plan_decode(vae, z.shape)
+    assert plan.columns.borders == [32, 64, 80, 96] and plan.rows.borders == []
+
+    def picture(choices: Choices) -> torch.Tensor:
+        brightness = iter((0.0, 1.0, 2.0))
+        noise = torch.Generator().manual_seed(4)
+        scheduler = TileScheduler(vae, [choices])
+        return scheduler.run(
+            plan, z, lambda tile: next(brightness) + 0.1 * torch.randn(1, 3, 28, 64, 64, generator=noise)
+        ).transpose(1, 2)
+
+    assert seam_visibility(picture(Choices()), [], plan.columns.borders) < 1.2
+    assert seam_visibility(picture(Choices(blends=HardCut)), [], plan.columns.borders) > 5
+
+
+# --- the plan --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def released() -> Any:
+    return full_vae(device="meta")
+
+
+def real_plan(vae: Any, canvas: str, **choices: Any) -> TilePlan:
+    return plan_decode(vae, (1, 24, *CANVASES[canvas].latents), [Choices(**choices)])
+
+
+def test_the_plan_of_the_released_decoder_is_that_of_its_documentation(released: Any) -> None:
+    plan = real_plan(released, "544x960x124", max_tiles=8, memory_budget=2**33)
+    found = json.loads(json.dumps(plan.to_dict()))
+    assert (found["clips"], found["rows"], found["columns"], found["tiles"]) == (7, 3, 5, 105)
+    assert found["tile"] == [256, 256] and found["result"] == [124, 544, 960]
+    assert found["overlaps"] == {"rows": [112, 112], "columns": [80, 80, 80, 80]}
+    assert sum(found["batches"]) == 105 and set(found["batches"]) == {7, 8}
+    assert len(real_plan(released, "768x1344x209").tiles) == 336
+    lines = str(plan).splitlines()
+    assert lines[0] == "decode to 544x960, 124 frames" and "7, 5 frames cross-faded" in lines[1]
+    assert lines[2].split(maxsplit=1)[1] == "105: 3 x 5 a clip, each 256x256"
+    assert lines[3].split(maxsplit=1)[1] == "rows 112, 112; columns 80, 80, 80, 80"
+    assert lines[-1].endswith("budget 8.00 GiB")
+
+
+def test_a_plan_of_one_tile_has_no_overlaps(vae: Any) -> None:
+    assert "overlaps   none" in str(plan_decode(vae, (1, 24, 7, 4, 4)))
+
+
+def test_batches_shrink_with_the_budget_until_one_tile_does_not_fit(released: Any) -> None:
+    free = real_plan(released, "544x960x124", max_tiles=8)
+    sizes = []
+    for tiles in (8, 4, 1):
+        plan = real_plan(released, "544x960x124", max_tiles=8, memory_budget=free.peak(tiles))
+        assert plan.peak(plan.batch) <= free.peak(tiles)
+        sizes.append(plan.batch)
+    assert sizes == [8, 4, 1]
+    with pytest.raises(MemoryBudgetError, match="too small to decode 544x960, 124 frames") as caught:
+        real_plan(released, "544x960x124", max_tiles=8, memory_budget=free.peak(1) - 1)
+    least = memory_bytes(str(caught.value).partition("needs ")[2].partition(". Set")[0])
+    assert real_plan(released, "544x960x124", memory_budget=least).batch == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_decode_holds_no_more_than_its_plan_says(dtype: torch.dtype, batch: int) -> None:
+    vae, choices = tiny_vae(dtype), Choices(max_tiles=batch)
+    z = latents(4, 9).to(dtype)
+    plan = plan_decode(vae, z.shape, [choices])
+    decode(vae, z)  # what is made at first use
+    with ExitStack() as undo:
+        schedule_tiles(vae, choices, undo)
+        with LiveBytes(vae) as live:
+            decode(vae, z)
+    assert 0.4 * plan.peak(plan.batch) < live.peak <= plan.peak(plan.batch)
+
+
+def test_an_encode_holds_no_more_than_its_plan_says(vae: Any) -> None:
+    x = torch.randn(1, 3, 17, 64, 112)
+    plan = plan_encode(vae, x.shape)
+    with ExitStack() as undo:
+        schedule_tiles(vae, Choices(), undo)
+        with LiveBytes(vae) as live:
+            moments(vae, x)
+    assert 0.6 * plan.peak(1) < live.peak <= plan.peak(1)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operators made and nobody has dropped; weights do not count."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {one.untyped_storage()._cdata for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.known | given:
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
+        return out
+
+    def gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GiB", 2**31), ("1.5 gib", 3 * 2**29), ("512 MiB", 2**29), ("100", 100), (7, 7), ("64KiB", 2**16)],
+)
+def test_memory_sizes_are_read(text: Any, size: int) -> None:
+    assert memory_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", [0, -1, "", "0GiB", "-2GiB", "2GB", "two", True, 1.5, None, "GiB", "1 2"])
+def test_a_memory_size_of_nothing_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match="positive number of bytes"):
+        memory_bytes(text)
+
+
+@pytest.mark.parametrize("size", [1, 1023, 2**20 + 1, 123456789, 2**33 - 1])
+def test_a_memory_size_in_words_is_never_too_small(size: int) -> None:
+    assert memory_bytes(memory_text(size)) >= size
