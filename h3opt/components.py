@@ -141,7 +141,7 @@ class PipelineView:
 
         Args:
             step: e.g. ``"MiniMaxH3SetTimestepsStep"``.
-            action: gets the pipeline state the step left.
+            action: gets the pipeline state the step left; from a step of the denoising loop, the loop's block state.
             undo: takes the call back.
 
         Returns:
@@ -151,8 +151,8 @@ class PipelineView:
         for block in blocks:
             original = type(block)
 
-            def call(self: Any, components: Any, state: Any, original: type = original) -> Any:
-                components, state = original.__call__(self, components, state)  # type: ignore[operator]
+            def call(self: Any, components: Any, state: Any, original: type = original, **loop: Any) -> Any:
+                components, state = original.__call__(self, components, state, **loop)  # type: ignore[operator]
                 action(state)
                 return components, state
 
