@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from h3opt.device import Device
+from h3opt.environment import versions
 from h3opt.errors import DeviceError
 from h3opt.kernels import kernel_names
 from h3opt.protocol import Pass, Yes
 from h3opt.quality import bits_equal
 from h3opt.session import Session, prepare
-from h3opt.verification import versions
 
 Progress = Callable[[str, int, int], None]
 

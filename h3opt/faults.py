@@ -149,6 +149,26 @@ def head_gains(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor
     return (left * right).sum(1) / left.square().sum(1)
 
 
+def find_head_faults(site: str, reference: torch.Tensor, candidate: torch.Tensor, heads: int) -> list[Finding]:
+    """``head_scale`` in tensors of any layout that has heads: a dimension of that size, or inside the last one.
+
+    Args:
+        site: for the finding's words.
+        reference, candidate: what was computed without and with a change; tensors without heads give no finding.
+        heads: how many there are.
+    """
+    if reference.shape != candidate.shape or not reference.is_floating_point() or heads < 3 or reference.ndim < 2:
+        return []
+    if heads in reference.shape[:-1]:
+        dim = list(reference.shape).index(heads)
+        reference, candidate = (part.movedim(dim, -2) for part in (reference, candidate))
+    elif reference.ndim > 2 and reference.shape[-1] % heads == 0:
+        reference, candidate = (part.unflatten(-1, (heads, -1)) for part in (reference, candidate))
+    else:
+        return []
+    return list(_odd_heads(site, reference, candidate))
+
+
 def _new(detect: Callable[[_Case], Iterator[Finding]]) -> Callable[[_Case], Iterator[Finding]]:
     """A detector that looks at one clip: what it finds in the reference too is not reported."""
 
@@ -274,10 +294,14 @@ def _noise(case: _Case) -> Iterator[Finding]:
 
 def _heads(case: _Case) -> Iterator[Finding]:
     for site, (reference, candidate) in case.heads.items():
-        gains = head_gains(reference, candidate)
-        relative = gains / gains.median()
-        for head in ((relative > _HEAD) | (relative < 1 / _HEAD)).nonzero().flatten().tolist():
-            yield Finding("head_scale", f"{site}, head {head}", float(relative[head]), _HEAD)
+        yield from _odd_heads(site, reference, candidate)
+
+
+def _odd_heads(site: str, reference: torch.Tensor, candidate: torch.Tensor) -> Iterator[Finding]:
+    gains = head_gains(reference, candidate)
+    relative = gains / gains.median()
+    for head in ((relative > _HEAD) | (relative < 1 / _HEAD)).nonzero().flatten().tolist():
+        yield Finding("head_scale", f"{site}, head {head}", float(relative[head]), _HEAD)
 
 
 _DETECTORS = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +26,7 @@ class LatentTrace:
         steps: for each step ``{"video", "audio"}``: root mean square after it, ``{"video_motion", "audio_motion"}``:
             root mean square of what it changed.
         patch: cells of one row of the packed sequence, (frames, height, width).
+        ended: called when a generation has been denoised.
     """
 
     initial: torch.Tensor | None = None
@@ -32,6 +35,11 @@ class LatentTrace:
     audio_final: torch.Tensor | None = None
     steps: list[dict[str, float]] = field(default_factory=list)
     patch: tuple[int, int, int] = (1, 2, 2)
+    ended: Callable[[], None] | None = None
+
+    def snapshot(self) -> LatentTrace:
+        """A copy that later generations do not change."""
+        return dataclasses.replace(self, steps=list(self.steps), ended=None)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready types: the steps, and :func:`adjacent_cell_cosine` of the final latents."""
@@ -75,6 +83,8 @@ def trace_latents(view: PipelineView, undo: ExitStack) -> LatentTrace:
     def end(state: Any) -> None:
         trace.final, trace.audio_final = (state.get(name).detach().clone() for name in _STREAMS.values())
         before.clear()
+        if trace.ended is not None:
+            trace.ended()
 
     hooked = [
         view.after_step(name, action, undo)

@@ -32,7 +32,7 @@ def clip(seed: int) -> Media:
 
 
 def judged(name: str, promise: Promise, difference: Difference, held: bool | None, why: str | None = None) -> Any:
-    return PassVerdict(name, "graph", promise, "–" if why else "12/12", difference, held, why, 12.34)
+    return PassVerdict(name, "graph", promise, "–" if why else "12/12", difference, held, why, 12.34, of_floor=0.4)
 
 
 def verdict(*passes: PassVerdict, capture: Difference | None = None) -> Verdict:
@@ -152,10 +152,10 @@ def test_the_table_has_one_line_per_pass_on_a_hundred_columns() -> None:
     )
     lines = [" ".join(line.split()) for line in printed(verdict_table(verdict(*passes)))]
     assert lines[1:] == [
-        f"{longest} graph 12/12 LPIPS ≤ 0.03, ≥ 40 dB LPIPS 0.0123, 61.1 dB held 12",
-        "fused_swiglu graph 12/12 exact bits equal held 12",
-        "fp8_linear graph 12/12 LPIPS ≤ 0.03, ≥ 40 dB LPIPS 0.0123, 61.1 dB BROKEN 12",
-        "tile_batch graph – LPIPS ≤ 0.03, ≥ 40 dB – declined 12",
+        f"{longest} 12/12 LPIPS ≤ 0.03, ≥ 40 dB LPIPS 0.0123, 61.1 dB 0.4 held 12",
+        "fused_swiglu 12/12 exact bits equal – held 12",
+        "fp8_linear 12/12 LPIPS ≤ 0.03, ≥ 40 dB LPIPS 0.0123, 61.1 dB 0.4 BROKEN 12",
+        "tile_batch – LPIPS ≤ 0.03, ≥ 40 dB – – declined 12",
     ]
 
 
