@@ -43,8 +43,9 @@ class Culprit:
         module: its path from the pipeline, e.g. ``transformer.transformer_blocks.0``; empty if nothing moved again.
         call: which call of it, from 0.
         inputs_equal: whether it read equal bits; if not, what feeds it moved, and is no module.
-        site: the site inside, in words; ``None`` where no single one moves the output.
+        site: the site inside, in words, or the submodule; ``None`` where no single one moves the output.
         moved: how far, in words.
+        alone: whether the module moves when it is called by itself too; if not, what was kept between calls moved it.
         faults: faults that the site's tensors show by name.
         folder: where the tensors were saved.
     """
@@ -54,6 +55,7 @@ class Culprit:
     inputs_equal: bool
     site: str | None
     moved: str
+    alone: bool = True
     faults: list[Finding] = field(default_factory=list)
     folder: str | None = None
 
@@ -65,6 +67,7 @@ class Culprit:
         if not self.module:
             return self.moved
         inputs = "" if self.inputs_equal else ", which already read other bits"
+        inputs += "" if self.alone else ", by what was kept between calls"
         site = f", at {self.site}" if self.site else ""
         replay = f"; h3opt replay {self.folder}" if self.folder else ""
         named = "".join(f"; {one}" for one in self.faults)
@@ -103,11 +106,11 @@ def bisect_pass(
     )
     evidence.inputs, evidence.arguments = flatten(before.arguments)
     evidence.expected, evidence.found = before.returned, after.returned
-    site = None
+    site, alone = None, True
     if isinstance(moved, GraphPass) and before.graph is not None:
         site = _graph_site(session, others, moved, before.graph, evidence)
     elif not isinstance(moved, GraphPass) and inputs_equal:
-        site = _submodule(session, others, moved, path, before.arguments, evidence)
+        site, alone = _submodule(session, others, moved, path, before.arguments, evidence)
     evidence.site = site
     write_evidence(folder, evidence)
     heads = getattr(getattr(session.view.transformer, "config", None), "num_attention_heads", 0)
@@ -116,7 +119,7 @@ def bisect_pass(
         for one, other in zip(evidence.expected, evidence.found, strict=False)
         for fault in find_head_faults(site or path, one, other, heads)
     ]
-    return Culprit(path, number, inputs_equal, site, evidence.moved, faults, str(folder))
+    return Culprit(path, number, inputs_equal, site, evidence.moved, alone, faults, str(folder))
 
 
 def call_submodules(
@@ -157,8 +160,13 @@ class _Recording:
             around(module, self._watcher(path), undo)
 
     def first_moved(self, before: _Recording) -> Call | None:
-        """The first call, in the order they ended, that returned other bits than in ``before``."""
-        return next((call for call in self.gave if before.gave.get(call, self.gave[call]) != self.gave[call]), None)
+        """The first call, in the order they ended, that returned other bits than in ``before``.
+
+        A call that returned other shapes is one that the pass regrouped, and tells only where no other does.
+        """
+        moved = [call for call in self.gave if before.gave.get(call, self.gave[call]) != self.gave[call]]
+        comparable = (call for call in moved if _shapes(before.gave[call]) == _shapes(self.gave[call]))
+        return next(comparable, moved[0] if moved else None)
 
     def _watcher(self, path: str) -> Callable[..., Any]:
         def watched(proceed: Any, *args: Any, **kwargs: Any) -> Any:
@@ -277,18 +285,19 @@ def _submodule(
     path: str,
     arguments: tuple[Any, ...],
     evidence: Evidence,
-) -> str | None:
-    """The first submodule of the one at ``path`` that returns other bits, called by itself with what it read."""
+) -> tuple[str | None, bool]:
+    """The first submodule of the one at ``path`` that returns other bits, called by itself with what it read; and
+    whether there is any."""
     session.uninstall()
     _, before = call_submodules(session.view, others, path, arguments)
     _, after = call_submodules(session.view, [*others, moved], path, arguments)
     first = after.first_moved(before)
     if first is None or first[0] == path:
-        return None
+        return None, first is not None
     (kept, evidence.expected), evidence.found = before.kept[first], after.kept[first][1]
     evidence.module, evidence.call = first[0], 0
     evidence.inputs, evidence.arguments = flatten(kept)
-    return first[0]
+    return first[0], True
 
 
 class _Values(Interpreter):
@@ -334,6 +343,10 @@ def _copied(value: Any) -> Any:
 
 def _checksums(value: Any) -> tuple[Any, ...]:
     return tuple((tuple(one.shape), str(one.dtype), _checksum(one)) for one in tensors_in(value))
+
+
+def _shapes(checksums: tuple[Any, ...]) -> list[Any]:
+    return [one[:-1] for one in checksums]
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -94,7 +94,7 @@ class Replay:
 
     def __str__(self) -> str:
         one = self.evidence
-        where = f"{one.module}, call {one.call}" + (f", at {one.site}" if one.site else "")
+        where = f"{one.module}, call {one.call}" + (f", at {one.site}" if one.kind == "site" else "")
         return f"{one.name} in {where}\nthen: {self.then}\nnow:  {self.now}"
 
 
@@ -173,6 +173,19 @@ def write_evidence(folder: Path, evidence: Evidence) -> None:
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(partial)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse before the work a place that :func:`write_evidence` could not write to after it.
+
+    Raises:
+        PipelineError: nothing can be made there.
+    """
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise PipelineError(
+            f"{folder} cannot be written: {existing} is no folder one can write to. Give another folder."
+        )
 
 
 def read_evidence(folder: Path) -> Evidence:

@@ -28,6 +28,7 @@ from h3opt.calls import around
 from h3opt.difference import Difference
 from h3opt.environment import environment, versions
 from h3opt.errors import H3OptError, PipelineError
+from h3opt.evidence import check_folder
 from h3opt.faults import Finding, find_faults
 from h3opt.generation import GenerationSettings, Media, generate
 from h3opt.latents import LatentTrace, trace_latents
@@ -87,6 +88,8 @@ def verify(
         raise PipelineError("verify needs a whole pipeline. Pass the pipeline, not one of its models.")
     if not all(isinstance(one.promise, Exact) for one in chosen):
         check_lpips()  # minutes of work would end there
+    if evidence is not None:
+        check_folder(evidence)
     with displaced(session.view, always_back=True), ExitStack() as undo:
         undo.callback(session.uninstall)
         if progress is not None:  # the caller shows progress of its own
