@@ -96,7 +96,7 @@ def latent_chart(reference: LatentTrace, candidate: LatentTrace) -> bytes:
         for name, trace, line in (("unmodified", reference, _LINES[0]), ("optimized", candidate, _LINES[1])):
             steps = range(1, len(trace.steps) + 1)
             axes.plot(steps, [step[f"{stream}_motion"] for step in trace.steps], marker="o", label=name, **line)
-        axes.set(title=f"{stream} latents", xlabel="step", ylabel="change")
+        axes.set(title=f"{stream} latents", xlabel="step", ylabel="change", xticks=steps)
     rows[0][0].legend(fontsize=8)
     return _png(figure)
 

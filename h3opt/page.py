@@ -83,7 +83,7 @@ def write_report(path: Path, verdict: Verdict) -> None:
                 "spectrograms": _png(spectrograms(reference.audio, optimized.audio, rate)),
                 "latents": _png(latent_chart(*verdict.traces)) if verdict.traces else None,
             },
-            "worst_frame": max(range(count), key=lambda frame: lpips[frame]),
+            "worst_frame": _worst_frame(lpips),
             "faults": FAULTS,
             "confidence": CONFIDENCE,
         },
@@ -138,7 +138,11 @@ def _chosen(lpips: list[float]) -> list[int]:
     """Evenly spaced frames, and the worst one."""
     last = len(lpips) - 1
     even = {round(number * last / (_FRAMES - 1)) for number in range(_FRAMES)}
-    return sorted(even | {max(range(len(lpips)), key=lambda frame: lpips[frame])})
+    return sorted(even | {_worst_frame(lpips)})
+
+
+def _worst_frame(lpips: list[float]) -> int:
+    return max(range(len(lpips)), key=lambda frame: math.inf if math.isnan(lpips[frame]) else lpips[frame])
 
 
 def _frames(reference: Media, optimized: Media, lpips: list[float]) -> list[dict[str, Any]]:
