@@ -158,6 +158,8 @@ def verify(
 
     settings = _settings(None, height, width, frames, steps, seed)
     texts = [*(prompt or []), *(_read_prompts(prompts) if prompts is not None else [])]
+    if seeds < 1:
+        raise PipelineError(f"{seeds} seeds make no clip. Use at least one.")
     names = _names(passes)
     pages = [page for page in (report, blind) if page is not None]
     for page in pages:

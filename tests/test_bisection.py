@@ -68,8 +68,24 @@ def test_only_what_broke_is_bisected(broken):
     assert broken.verdict.broken == ["fused_qk_cast", "fp8_linear"]
     assert broken.passes["norm_modulate"].culprit is None
     assert sorted(path.name for path in broken.folder.iterdir()) == ["fp8_linear", "fused_qk_cast"]
+    data = json.loads(json.dumps(broken.verdict.to_dict(), allow_nan=False))
+    culprits = {one["name"]: one["culprit"] for one in data["passes"]}
+    assert culprits["norm_modulate"] is None and culprits["fused_qk_cast"]["call"] == 0
+
+
+def test_faults_of_the_reference_are_no_faults_of_the_passes(broken):
+    """The tiny pipeline has random weights, so its latents are white; the fixture has no sound."""
+    assert {one.name for _, one in broken.verdict.reference_faults} == {"white_latents", "silence"}
+    assert broken.verdict.faults == []
+
+
+def test_changes_are_given_as_multiples_of_the_noise_floor(broken):
+    floor, one = broken.verdict.noise_floor, broken.passes["fp8_linear"]
+    assert one.of_floor == one.difference.over(floor) > 1
+    assert one.floor_words.endswith(" of the noise floor") and broken.passes["norm_modulate"].floor_words == ""
     data = broken.verdict.to_dict()
-    assert json.loads(json.dumps(data, allow_nan=False))["passes"][1]["culprit"]["call"] == 0
+    assert [entry["of_noise_floor"] for entry in data["passes"] if entry["name"] == "fp8_linear"] == [one.of_floor]
+    assert data["environment"]["inductor_cache"] in ("cold", "warm") and data["environment"]["autotune"] is False
 
 
 def test_a_graph_pass_is_traced_to_its_first_site_and_the_fault_is_named(broken):

@@ -15,6 +15,7 @@ from rich.console import Console
 from h3opt import demo
 from h3opt.demo import run_demo, write_json
 from h3opt.errors import H3OptError, PipelineError
+from h3opt.faults import Finding
 from h3opt.generation import GenerationSettings, Media
 from h3opt.promises import Exact, Perceptual, Promise
 from h3opt.registry import list_passes
@@ -180,6 +181,16 @@ def test_what_broke_or_declined_is_named_with_its_reason() -> None:
 def test_a_capture_that_moves_bits_is_named_though_no_pass_broke() -> None:
     found = verdict(*HELD, capture=MOVED)
     assert not found.held and "promise broken by: the capture itself, with no pass on" in verdict_lines(found)
+
+
+def test_a_fault_breaks_the_verdict_and_is_named_once_a_clip() -> None:
+    found = verdict(*HELD)
+    found.faults = [(0, Finding("frozen_frames", f"frame {number}", 0.0, 0.1)) for number in (7, 8)]
+    lines = verdict_lines(found)
+    assert not found.held and found.to_dict()["faults"][1]["where"] == "frame 8"
+    assert sum(line.startswith("FAULT: frozen_frames: ") for line in lines) == 1
+    assert any("frame 7 and 1 more" in line for line in lines)
+    assert "promise broken by: no pass, but there are faults" in lines
 
 
 def test_the_list_of_passes_says_what_comes_after_what() -> None:
