@@ -35,18 +35,20 @@ def one_head_twice(x, shape, weight, eps, cos, sin, dim, half, rotary, end):
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A verification in which a graph pass and a format pass broke."""
+    """A verification in which a graph pass, a format pass and a schedule pass broke."""
     folder = tmp_path_factory.mktemp("evidence")
     pipe = build()
     pipe.audio_vae.decode = lambda latents, *args, **kwargs: (latents.new_zeros(2, 1, 8),)
     verdict = h3opt.verify(
         pipe,
-        passes=[
+        ["A fox.", "A cat."],  # a stale result shows in the second
+        [
             "norm_modulate",
+            make_pass("hoist_step_invariants").mutants()[0].instance,
             rewired(make_pass("fused_qk_cast"), one_head_twice),  # type: ignore[arg-type]
             make_pass("fp8_linear").mutants()[0].instance,
         ],
-        profile="cpu",
+        "cpu",
         settings=GenerationSettings(num_inference_steps=2),
         evidence=folder,
         probe=False,
@@ -65,9 +67,13 @@ def no_pipe() -> Any:
 
 
 def test_only_what_broke_is_bisected(broken):
-    assert broken.verdict.broken == ["fused_qk_cast", "fp8_linear"]
+    assert broken.verdict.broken == ["fused_qk_cast", "hoist_step_invariants", "fp8_linear"]
     assert broken.passes["norm_modulate"].culprit is None
-    assert sorted(path.name for path in broken.folder.iterdir()) == ["fp8_linear", "fused_qk_cast"]
+    assert sorted(path.name for path in broken.folder.iterdir()) == [
+        "fp8_linear",
+        "fused_qk_cast",
+        "hoist_step_invariants",
+    ]
     data = json.loads(json.dumps(broken.verdict.to_dict(), allow_nan=False))
     culprits = {one["name"]: one["culprit"] for one in data["passes"]}
     assert culprits["norm_modulate"] is None and culprits["fused_qk_cast"]["call"] == 0
@@ -120,19 +126,10 @@ def test_a_format_pass_is_traced_to_the_layer_and_replays_in_the_pipeline(broken
     assert type(broken.pipe.transformer.transformer_blocks[0].attn.to_q).__name__ == "Linear", "nothing stays installed"
 
 
-def test_what_was_kept_between_calls_is_said_to_move(silent, tmp_path):
-    verdict = h3opt.verify(
-        silent,
-        ["A fox.", "A cat."],
-        [make_pass("hoist_step_invariants").mutants()[0].instance],
-        "cpu",
-        settings=GenerationSettings(num_inference_steps=2),
-        evidence=tmp_path,
-    )
-    (one,) = verdict.passes
-    assert one.culprit is not None and not one.culprit.alone
-    assert one.culprit.module == "transformer.context_embedder"
-    assert "by what was kept between calls" in str(one.culprit)
+def test_what_was_kept_between_calls_is_said_to_move(broken):
+    found = culprit(broken, "hoist_step_invariants")
+    assert found.module == "transformer.context_embedder" and not found.alone
+    assert "by what was kept between calls" in str(found)
 
 
 # --- files -----------------------------------------------------------------------------------------------------
