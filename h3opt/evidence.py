@@ -128,10 +128,16 @@ def replay(folder: Path, pipe: Callable[[], Any]) -> Replay:
     else:
         others = [make_pass(name, options) for name, options in evidence.others]
         view = PipelineView.of(pipe())
-        expected, found = (
-            tensors_in(call_submodules(view, passes, evidence.module, (args, kwargs))[0])
-            for passes in (others, [*others, moved])
-        )
+        try:
+            expected, found = (
+                tensors_in(call_submodules(view, passes, evidence.module, (args, kwargs))[0])
+                for passes in (others, [*others, moved])
+            )
+        except (AttributeError, RuntimeError, TypeError) as error:  # no such module, other sizes, another dtype
+            raise CheckpointError(
+                f"{folder} does not fit this pipeline ({str(error).splitlines()[0]}). Give the --model and --dtype it "
+                "was written with."
+            ) from error
     now = compared(expected, found)
     return Replay(evidence, evidence.moved, now, now != _EQUAL)
 

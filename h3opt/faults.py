@@ -205,7 +205,7 @@ def _black(case: _Case) -> Iterator[Finding]:
 def _frozen(case: _Case) -> Iterator[Finding]:
     if not case.finite:
         return
-    change = frames_of(case.media.video).float().diff(dim=0).abs().mean((1, 2, 3))
+    change = luma(frames_of(case.media.video)).diff(dim=0).abs().mean((1, 2))
     if change.numel() == 0:
         return
     usual = float(change.median())

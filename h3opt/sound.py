@@ -7,7 +7,7 @@ import math
 import torch
 
 from h3opt.errors import PipelineError
-from h3opt.picture import frames_of
+from h3opt.picture import frames_of, luma
 
 _FFT, _HOP = 2048, 512
 _POWER_FLOOR = 1e-10  # -100 dB of full scale: below it nobody hears a difference of levels
@@ -94,9 +94,11 @@ def video_shift(reference: torch.Tensor, candidate: torch.Tensor) -> int:
     Raises:
         PipelineError: the shapes differ, or these are no videos.
     """
-    a, b = (frames_of(video).float() for video in (reference, candidate))
-    if a.shape != b.shape:
-        raise PipelineError(f"Videos of {list(a.shape)} and {list(b.shape)} cannot be compared. Pass equal requests.")
+    if reference.shape != candidate.shape:
+        raise PipelineError(
+            f"Videos of {list(reference.shape)} and {list(candidate.shape)} cannot be compared. Pass equal requests."
+        )
+    a, b = (_small(luma(frames_of(video))) for video in (reference, candidate))
     count = a.shape[0]
     costs = {}
     for shift in sorted(range(-_MAX_SHIFT, _MAX_SHIFT + 1), key=abs):
@@ -128,6 +130,12 @@ def av_offset(
 def spectrogram_db(channel: torch.Tensor) -> torch.Tensor:
     """``[samples]`` → ``[frequencies, windows]`` in dB of full scale, as :func:`log_spectral_distance_db` sees it."""
     return _decibels(channel.detach().cpu().double().flatten()[None])[0]
+
+
+def _small(pictures: torch.Tensor) -> torch.Tensor:
+    """``[frames, height, width]`` averaged down to what a shift in time needs; small ones as they are."""
+    shrink = max(1, min(pictures.shape[-2:]) // 64)
+    return torch.nn.functional.avg_pool2d(pictures[:, None], shrink)[:, 0]
 
 
 def _decibels(channels: torch.Tensor) -> torch.Tensor:

@@ -191,6 +191,20 @@ def test_evidence_that_cannot_be_read_is_an_error_of_ours(how, tmp_path):
         replay(tmp_path / "e", no_pipe)
 
 
+@pytest.mark.parametrize("changed", [{"module": "transformer.none"}, {"inputs": {"args.0": torch.ones(2, 3)}}])
+def test_evidence_of_another_pipeline_is_said_to_be(changed, silent, tmp_path):
+    inputs, arguments = flatten(((torch.ones(2, 48),), {}))
+    layer = {"kind": "module", "name": "hoist_step_invariants", "module": "transformer.context_embedder"}
+    found = evidence(**layer, inputs=inputs, arguments=arguments)
+    write_evidence(tmp_path / "right", found)
+    assert not replay(tmp_path / "right", lambda: silent).moves
+    for name, value in changed.items():
+        setattr(found, name, value)
+    write_evidence(tmp_path / "wrong", found)
+    with pytest.raises(CheckpointError, match="does not fit this pipeline"):
+        replay(tmp_path / "wrong", lambda: silent)
+
+
 def test_a_place_for_evidence_that_cannot_be_made_is_refused_before_the_work(silent, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(PipelineError, match="cannot be written"):
