@@ -123,17 +123,20 @@ def bisect_pass(
 
 
 def call_submodules(
-    view: PipelineView, passes: Sequence[Pass], path: str, arguments: tuple[Any, ...]
+    view: PipelineView, passes: Sequence[Pass], path: str, arguments: tuple[Any, ...], wanted: Call | None = None
 ) -> tuple[Any, _Recording]:
-    """Call the module at ``path`` by itself under module passes, nothing captured; what it and its parts returned."""
-    recording = _Recording()
+    """Call the module at ``path`` by itself under module passes, nothing captured; what it and its parts returned.
+
+    Args:
+        wanted: the call whose tensors are kept.
+    """
+    recording = _Recording(wanted)
     with ExitStack() as undo, torch.no_grad():
         for one in in_order(passes):
             if not isinstance(one, GraphPass) and isinstance(one.applies(view.device, view), Yes):
                 one.install(view, undo)  # type: ignore[attr-defined]
         component, _, rest = path.partition(".")
         module = getattr(view, component).get_submodule(rest)
-        recording.keep_all = True
         recording.watch({f"{path}.{name}" if name else path: part for name, part in module.named_modules()}, undo)
         args, kwargs = arguments
         return module(*args, **kwargs), recording
@@ -142,14 +145,12 @@ def call_submodules(
 class _Recording:
     """Checksums of what modules read and returned in one run, and the tensors of the one call that is wanted."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Call | None = None) -> None:
         self.read: dict[Call, Any] = {}
         self.gave: dict[Call, Any] = {}
-        self.wanted: Call | None = None
-        self.keep_all = False
+        self.wanted = wanted
         self.arguments: tuple[Any, ...] = ((), {})
         self.returned: list[torch.Tensor] = []
-        self.kept: dict[Call, tuple[Any, list[torch.Tensor]]] = {}
         self.graph: tuple[CapturedGraph, tuple[Any, ...]] | None = None
         self._counts: dict[str, itertools.count[int]] = {}
 
@@ -172,14 +173,12 @@ class _Recording:
         def watched(proceed: Any, *args: Any, **kwargs: Any) -> Any:
             call = path, next(self._counts.setdefault(path, itertools.count()))
             self.read[call] = _checksums((args, kwargs))
-            if call == self.wanted or self.keep_all:
-                kept = _copied((args, kwargs))
+            if call == self.wanted:
+                self.arguments = _copied((args, kwargs))  # now: the module may write to them
             result = proceed(*args, **kwargs)
             self.gave[call] = _checksums(result)
             if call == self.wanted:
-                self.arguments, self.returned = kept, [one.clone() for one in tensors_in(result)]
-            if self.keep_all:
-                self.kept[call] = kept, [one.clone() for one in tensors_in(result)]
+                self.returned = [one.clone() for one in tensors_in(result)]
             return result
 
         return watched
@@ -294,9 +293,11 @@ def _submodule(
     first = after.first_moved(before)
     if first is None or first[0] == path:
         return None, first is not None
-    (kept, evidence.expected), evidence.found = before.kept[first], after.kept[first][1]
+    _, before = call_submodules(session.view, others, path, arguments, first)
+    _, after = call_submodules(session.view, [*others, moved], path, arguments, first)
+    evidence.expected, evidence.found = before.returned, after.returned
     evidence.module, evidence.call = first[0], 0
-    evidence.inputs, evidence.arguments = flatten(kept)
+    evidence.inputs, evidence.arguments = flatten(before.arguments)
     return first[0], True
 
 
