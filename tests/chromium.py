@@ -96,22 +96,20 @@ def chromium() -> Iterator[Page]:
     read, to = os.pipe()
     answers, write = os.pipe()
     high = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (read, write)]  # out of the way of 3 and 4
-
-    def connect() -> None:  # the browser reads descriptor 3 and writes 4
-        os.dup2(high[0], 3)
-        os.dup2(high[1], 4)
-
+    for end in (read, write):
+        os.close(end)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         options += ["--mute-audio", "--autoplay-policy=no-user-gesture-required", f"--user-data-dir={profile}"]
+        # the browser reads descriptor 3 and writes 4
+        connected = ["bash", "-c", f'exec "$@" 3<&{high[0]} 4>&{high[1]}', "bash", BROWSER]
         process = subprocess.Popen(
-            [BROWSER, *options, "--remote-debugging-pipe", "about:blank"],
-            pass_fds=(3, 4),
-            preexec_fn=connect,
+            [*connected, *options, "--remote-debugging-pipe", "about:blank"],
+            pass_fds=high,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        for end in (read, write, *high):
+        for end in high:
             os.close(end)
         try:
             yield Page(to, answers)
