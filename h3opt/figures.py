@@ -54,7 +54,7 @@ def lpips_chart(per_frame: Sequence[float], floor: tuple[float, float] | None) -
         axes.plot(per_frame, label="optimized", **_LINES[0])
         axes.set(xlabel="frame", ylabel="LPIPS to the unmodified clip", xlim=(0, max(len(per_frame) - 1, 1)))
         axes.set_ylim(bottom=0)
-        axes.legend(loc="upper right", fontsize=8)
+        axes.legend(loc="best", fontsize=8)
 
     return _chart(draw)
 
