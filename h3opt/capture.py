@@ -50,6 +50,7 @@ class Region:
         holds: how many repeated blocks of each kind one graph spans; itself once unless it is a whole model.
         captured: the graphs so far.
         running: ``id`` of the module called last.
+        listener: told ``(captured, args)`` before a graph runs; what bisection hears with.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Region:
     holds: dict[str, int] = field(default_factory=dict)
     captured: list[CapturedGraph] = field(default_factory=list)
     running: int = 0
+    listener: Callable[[CapturedGraph, tuple[Any, ...]], None] | None = None
     _compiled: dict[tuple[type, ...], Callable[..., Any]] = field(default_factory=dict)
 
     def install(self, planner: Planner) -> Callable[[], None]:
@@ -97,6 +99,8 @@ class CapturedGraph:
     def __call__(self, *args: Any) -> Any:
         self.calls += 1
         self.modules.add(self.region.running)
+        if self.region.listener is not None:
+            self.region.listener(self, args)
         return self._executable()(*args)
 
     def _executable(self) -> Callable[..., Any]:

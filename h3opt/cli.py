@@ -144,27 +144,72 @@ def verify(
     frames: Frames = 124,
     steps: Steps = 4,
     seed: Seed = 0,
+    seeds: Annotated[int, typer.Option(help="Clips per prompt, with seeds that follow one another.")] = 1,
+    leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
+    report: Annotated[Path | None, typer.Option(help="Write a page to look at and listen to.")] = None,
+    blind: Annotated[Path | None, typer.Option(help="Write a page that asks which of two clips is better.")] = None,
+    evidence: Annotated[Path, typer.Option(help="Where tensors go that show a broken promise.")] = Path("out/evidence"),
     dtype: Dtype = "bfloat16",
     device: DeviceName = "cpu",
     json: Json = None,
 ) -> None:
     """Add passes one by one and hold each to its promise; exit code 1 if one broke."""
     from h3opt.demo import write_json
+    from h3opt.page import check_page, write_blind, write_report
     from h3opt.verification import verify as verify_pipeline
 
     settings = _settings(None, height, width, frames, steps, seed)
     texts = [*(prompt or []), *(_read_prompts(prompts) if prompts is not None else [])]
+    if seeds < 1:
+        raise PipelineError(f"{seeds} seeds make no clip. Use at least one.")
     names = _names(passes)
-    _check_places(json)
+    pages = [page for page in (report, blind) if page is not None]
+    for page in pages:
+        check_page(page)
+    _check_places(json, *pages)
     pipe = _pipeline(model, dtype, device)
     with _progress(json) as progress:
         verdict = verify_pipeline(
-            pipe, texts or None, passes=names, profile=profile, settings=settings, progress=progress
+            pipe,
+            texts or None,
+            passes=names,
+            profile=profile,
+            settings=settings,
+            seeds=seeds,
+            leave_out=leave_out,
+            evidence=evidence,
+            progress=progress,
         )
     _show_verdict(verdict, json)
+    if report is not None:
+        write_report(report, verdict)
+    if blind is not None:
+        write_blind(blind, verdict)
+    if pages and not _is_stdout(json):
+        _say("wrote " + ", ".join(map(str, pages)))
     if json is not None and not _is_stdout(json):
         write_json(json, verdict.to_dict())
     raise typer.Exit(0 if verdict.held else 1)
+
+
+@app.command()
+def replay(
+    folder: Annotated[Path, typer.Argument(help="What verify saved of a broken promise.")],
+    model: Model = None,
+    dtype: Dtype = "bfloat16",
+    device: DeviceName = "cpu",
+    json: Json = None,
+) -> None:
+    """Run again what moved first when a promise broke; exit code 1 if it still moves."""
+    from h3opt.evidence import replay as replay_evidence
+
+    _check_places(json)
+    _dtype(dtype)
+    found = replay_evidence(folder, lambda: _pipeline(model, dtype, device))
+    if not _is_stdout(json):
+        _say(str(found))
+    _write_or_print(json, found.to_dict())
+    raise typer.Exit(1 if found.moves else 0)
 
 
 @app.command()
@@ -430,6 +475,10 @@ def _read_prompts(path: Path) -> list[str]:
         raise PipelineError(f"The prompts file {path} cannot be read: {error.strerror}. Give a text file.") from error
     except UnicodeDecodeError as error:
         raise PipelineError(f"The prompts file {path} is not UTF-8 text. Give one prompt per line.") from error
+    if any(ord(letter) < 32 and letter != "\t" for line in found for letter in line):
+        raise PipelineError(
+            f"The prompts file {path} is not text: it has control characters. Give one prompt per line."
+        )
     if not found:
         raise PipelineError(f"The prompts file {path} is empty. Give one prompt per line.")
     return found

@@ -180,15 +180,15 @@ class PipelineView:
 
         Args:
             step: e.g. ``"MiniMaxH3SetTimestepsStep"``.
-            action: gets the pipeline state the step left.
+            action: gets the pipeline state the step left; from a step of the denoising loop, the loop's block state.
             undo: takes the call back.
 
         Returns:
             How many such steps the pipeline has; 0 for a bare model.
         """
 
-        def call(proceed: Any, components: Any, state: Any) -> Any:
-            components, state = proceed(components, state)
+        def call(proceed: Any, components: Any, state: Any, **loop: Any) -> Any:
+            components, state = proceed(components, state, **loop)
             action(state)
             return components, state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,10 +47,12 @@ class Lowering:
     Attributes:
         on_shortfall: ``"error"`` or ``"warn"``.
         probe: whether Exact and Rounding rewrites are proven again on this machine.
+        veto: asked first about every site; returns a reason to leave it alone. Bisection chooses sites with it.
     """
 
     on_shortfall: str = "error"
     probe: bool = True
+    veto: Callable[[GraphPass, Match], str | None] | None = None
     _probes: dict[Any, str | None] = field(default_factory=dict)
 
     def run(
@@ -101,6 +103,8 @@ class Lowering:
 
         def accept(match: Match) -> str | None:
             nonlocal probed
+            if self.veto is not None and (reason := self.veto(graph_pass, match)) is not None:
+                return reason
             if not self.probe:
                 return None
             key = signature(match)

@@ -47,7 +47,7 @@ def write_mp4(
     samples = _stereo(audio)
 
     with (
-        _whole_file(path, av.error.FFmpegError) as partial,
+        whole_file(path, av.error.FFmpegError) as partial,
         av.open(str(partial), "w", format="mp4") as container,
     ):
         picture = container.add_stream("libx264", rate=fps, options={"crf": "12"})
@@ -120,13 +120,17 @@ def write_frame_strip(
         for column, image in enumerate(images):
             strip.paste(image, (gap + column * (image.width + gap), top + band))
         top += band + images[0].height + gap
-    with _whole_file(path) as partial:
+    with whole_file(path) as partial:
         strip.save(partial, format="PNG")
 
 
 @contextlib.contextmanager
-def _whole_file(path: str | os.PathLike[str], encoding_error: type[Exception] = OSError) -> Iterator[Path]:
-    """A temporary name beside `path`, renamed to it on success and removed on failure."""
+def whole_file(path: str | os.PathLike[str], encoding_error: type[Exception] = OSError) -> Iterator[Path]:
+    """A temporary name beside `path`, renamed to it on success and removed on failure.
+
+    Raises:
+        PipelineError: it cannot be written.
+    """
     path = Path(path)
     if path.exists() and not path.is_file():
         raise PipelineError(f"cannot write {path}: it is not a regular file; name a file in a folder you can write to")

@@ -202,6 +202,16 @@ def lpips_per_frame(
     return torch.cat(values)
 
 
+def check_lpips() -> None:
+    """Load LPIPS as :func:`lpips_per_frame` will on the CPU, so that what it lacks is said before any work.
+
+    Raises:
+        CheckpointError: when the weights are missing, truncated or not LPIPS'.
+        MissingDependencyError: when `lpips` is not installed.
+    """
+    _lpips_network(_weights_path(None), torch.device("cpu"))
+
+
 def psnr_db(reference: torch.Tensor, candidate: torch.Tensor, peak: float = 1.0) -> float:
     """Peak signal-to-noise ratio, 10 log10(peak² / mean squared error) in dB; infinite for equal tensors.
 

@@ -242,6 +242,15 @@ class Session:
                 del _active[module]
 
     @property
+    def regions(self) -> Sequence[Region]:
+        """What is captured."""
+        return tuple(self._regions)
+
+    def applies(self, one: Pass) -> bool:
+        """Whether a pass can run here."""
+        return not isinstance(one.applies(self.device, self.view), No)
+
+    @property
     def plan_key(self) -> Any:
         """Graphs are rewritten once per set of passes that apply."""
         return self._applicable()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from h3opt.difference import CONFIDENCE
+from h3opt.environment import versions
+from h3opt.faults import FAULTS, Finding
 from h3opt.profiles import Profile, list_profiles
 from h3opt.registry import list_passes
 from h3opt.report import Report
-from h3opt.verification import Verdict, versions
+from h3opt.verdict import Verdict
 
 MARKERS = ("<!-- passes:start -->", "<!-- passes:end -->")
 """Between these lines README.md holds :func:`passes_markdown`."""
@@ -96,16 +100,16 @@ def report_table(report: Report) -> Table:
 
 def verdict_table(verdict: Verdict) -> Table:
     """What each pass did to picture and sound; reasons to decline are in :func:`verdict_lines`."""
-    table = _table("pass", "kind", "sites", "promise", "measured", "", "s")
+    table = _table("pass", "sites", "promise", "measured", "of floor", "", "s")
     styles = {True: ("held", "green"), False: ("BROKEN", "bold red"), None: ("declined", "yellow")}
     for one in verdict.passes:
         word, style = styles[one.held]
         table.add_row(
             one.name,
-            one.kind,
             one.counts,
             _short(str(one.promise)),
             "–" if one.declined else _short(str(one.difference)),
+            f"{one.of_floor:.2g}" if one.floor_words else "–",
             Text(word, style=style),
             f"{one.seconds:.1f}" if one.seconds < 10 else f"{one.seconds:.0f}",
         )
@@ -121,7 +125,9 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     rows = [("captured, no pass on", str(verdict.capture))]
     if verdict.exact_set is not None:
         rows.append((f"Exact passes on ({len(verdict.exact_names)})", f"{verdict.exact_set} (video and audio)"))
-    rows.append(("all passes on", str(verdict.all_passes)))
+    of_floor = verdict.of_floor
+    floors = f", {of_floor:.2g} of the noise floor" if of_floor is not None else ""
+    rows.append(("all passes on", f"{verdict.all_passes}{floors}"))
     if verdict.noise_floor is not None:
         rows.append(("noise floor", f"{verdict.noise_floor} (h3opt off, inputs moved by one ulp)"))
     lines += ["against the unmodified pipeline:", *(f"  {name:22}{found}" for name, found in rows)]
@@ -131,9 +137,38 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     )
     lines.append(", ".join(f"{package} {version}" for package, version in versions().items()))
     lines += verdict.report.notices
+    lines += _over_clips(verdict)
+    lines += [f"leaving out {one.name}: {one.left_out_failed or one.left_out}" for one in verdict.passes if one.tried]
+    lines += [f"the unmodified pipeline itself has {one}" for one in _by_clip(verdict, verdict.reference_faults)]
+    lines += [f"FAULT: {one}" for one in _by_clip(verdict, verdict.faults)]
+    lines += [f"{one.name} first moved {one.culprit}" for one in verdict.passes if one.culprit is not None]
     if not verdict.held:
-        lines.append(f"promise broken by: {', '.join(verdict.broken) or 'the capture itself, with no pass on'}")
+        blamed = "no pass, but there are faults" if verdict.faults else "the capture itself, with no pass on"
+        lines.append(f"promise broken by: {', '.join(verdict.broken) or blamed}")
     lines.append(f"output moved by: {', '.join(verdict.moved) or 'no pass'}")
+    return lines
+
+
+def _over_clips(verdict: Verdict) -> list[str]:
+    """Worst, mean and bound over several clips, everything on."""
+    found = []
+    for name, words, digits in (("lpips", "LPIPS", 4), ("audio_snr_db", "audio dB", 1)):
+        if name in verdict.spread:
+            one = verdict.spread[name]
+            bound = "" if one.bound is None else f", no worse than {one.bound:.{digits}f} with confidence {CONFIDENCE}"
+            found.append(
+                f"{words} over {one.clips} clips: worst {one.worst:.{digits}f}, mean {one.mean:.{digits}f}{bound}"
+            )
+    return found
+
+
+def _by_clip(verdict: Verdict, faults: list[tuple[int, Finding]]) -> list[str]:
+    """Findings, one line for each clip and name."""
+    lines = []
+    for (clip, name), group in groupby(faults, lambda fault: (fault[0], fault[1].name)):
+        first, *more = (finding for _, finding in group)
+        where = f' in "{verdict.settings[clip].prompt}", seed {verdict.settings[clip].seed}'
+        lines.append(f"{name}: {FAULTS[name]}{where}: {first.where}{f' and {len(more)} more' if more else ''}")
     return lines
 
 

@@ -4,199 +4,44 @@ The unmodified pipeline runs first. Then passes are added one by one, Exact ones
 and every generation is compared with the one before it: the difference belongs to the pass that was added. Exact
 asks for equal bits, Rounding for a change no larger than the noise floor, Perceptual for LPIPS and audio SNR. Once
 all Exact passes that need no other are on, video and audio are compared with the unmodified pipeline, bit for bit.
+Clips with everything on are searched for faults (:mod:`h3opt.faults`) that the unmodified ones do not have.
 
-The *noise floor* is how far the unmodified pipeline moves by itself when the noise it starts from moves by one unit
-in the last place of the transformer's dtype.
+The *noise floor* is how far the unmodified pipeline moves by itself when the noise it starts from, and what its video
+decoder reads, moves by one unit in the last place of their dtype. It is measured when a pass is on that may move bits,
+and changes are given as multiples of it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from h3opt.bisection import bisect_pass
 from h3opt.calls import around
-from h3opt.errors import PipelineError
+from h3opt.difference import Difference
+from h3opt.environment import environment, versions
+from h3opt.errors import H3OptError, PipelineError
+from h3opt.evidence import check_folder
+from h3opt.faults import Finding, find_faults
 from h3opt.generation import GenerationSettings, Media, generate
+from h3opt.latents import LatentTrace, trace_latents
 from h3opt.profiles import Profile
 from h3opt.promises import Exact, Perceptual, Promise, Rounding
 from h3opt.protocol import Pass
-from h3opt.quality import audio_snr_db, bits_equal, lpips_per_frame, psnr_db
-from h3opt.report import Report
+from h3opt.quality import check_lpips
 from h3opt.session import Session, displaced, prepare
+from h3opt.tile_seams import tile_borders
+from h3opt.verdict import PassVerdict, Verdict
 
 Progress = Callable[[str, int, int], None]
 """Called as ``progress(what, done, total)`` before each generation, and once at the end."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far one generation is from another; the worst over all prompts.
-
-    Attributes:
-        video_differing, audio_differing: elements whose bits differ.
-        lpips: mean over frames of the worst clip; 0 when the bits are equal.
-        psnr_db: of the video.
-        audio_snr_db: of the worst channel.
-    """
-
-    video_differing: int = 0
-    audio_differing: int = 0
-    lpips: float = 0.0
-    psnr_db: float = math.inf
-    audio_snr_db: float = math.inf
-
-    @property
-    def equal(self) -> bool:
-        """Whether every bit of video and audio is the same."""
-        return self.video_differing == 0 and self.audio_differing == 0
-
-    @classmethod
-    def between(cls, reference: Media, candidate: Media) -> Difference:
-        """Compare two generations of one prompt."""
-        video = bits_equal(reference.video, candidate.video)
-        audio = bits_equal(reference.audio, candidate.audio)
-        lpips, psnr = 0.0, math.inf
-        if not video.equal:
-            lpips = float(lpips_per_frame(reference.video, candidate.video).mean())
-            psnr = psnr_db(reference.video, candidate.video)
-        snr = math.inf if audio.equal else float(audio_snr_db(reference.audio, candidate.audio).min())
-        return cls(video.differing, audio.differing, lpips, psnr, snr)
-
-    @classmethod
-    def worst(cls, differences: Iterable[Difference]) -> Difference:
-        """The worst of each measure."""
-        all_of = list(differences)
-        return cls(
-            max(one.video_differing for one in all_of),
-            max(one.audio_differing for one in all_of),
-            max((one.lpips for one in all_of), key=lambda lpips: math.inf if math.isnan(lpips) else lpips),
-            min((one.psnr_db for one in all_of), key=_nan_lowest),
-            min((one.audio_snr_db for one in all_of), key=_nan_lowest),
-        )
-
-    def __str__(self) -> str:
-        if self.equal:
-            return "bits equal"
-        return f"LPIPS {self.lpips:.4f}, audio {self.audio_snr_db:.1f} dB"
-
-
-@dataclass(frozen=True)
-class PassVerdict:
-    """One pass, judged.
-
-    Attributes:
-        name, kind, promise: as registered.
-        counts: matched/expected sites.
-        difference: from the generation without it.
-        held: whether the promise held; ``None`` for a pass that declined.
-        declined: why it declined.
-        seconds: of the generation with it, capture included.
-    """
-
-    name: str
-    kind: str
-    promise: Promise
-    counts: str
-    difference: Difference
-    held: bool | None
-    declined: str | None
-    seconds: float
-
-    @property
-    def measured(self) -> str:
-        """In the promise's own terms."""
-        return f"declined: {self.declined}" if self.declined else str(self.difference)
-
-
-@dataclass
-class Verdict:
-    """What :func:`verify` found. Raises nothing; says all.
-
-    Attributes:
-        passes: one entry per pass, in the order they were added.
-        capture: captured but with no pass on, against the unmodified pipeline.
-        exact_set: the Exact passes that need no other pass, together, against the unmodified pipeline.
-        all_passes: everything on, against the unmodified pipeline.
-        noise_floor: how far the unmodified pipeline moves by itself; ``None`` if no pass needed it.
-        reference, optimized: the media of the first prompt.
-        reference_seconds, optimized_seconds: of one generation; the optimized one has its graphs already.
-        report: the report of the pipeline with everything on.
-        settings: what was generated.
-    """
-
-    passes: list[PassVerdict]
-    capture: Difference
-    exact_set: Difference | None
-    exact_names: list[str]
-    all_passes: Difference
-    noise_floor: Difference | None
-    reference: Media
-    optimized: Media
-    reference_seconds: float
-    optimized_seconds: float
-    report: Report
-    settings: list[GenerationSettings] = field(default_factory=list)
-
-    @property
-    def held(self) -> bool:
-        """Whether capture and the Exact set gave the unmodified bits and every promise held."""
-        exact = self.exact_set is None or self.exact_set.equal
-        return exact and self.capture_equal and all(one.held is not False for one in self.passes)
-
-    @property
-    def capture_equal(self) -> bool:
-        """Whether the captured pipeline without passes gives the unmodified bits (asserted for ``direct`` only)."""
-        return self.capture.equal or self.report.executor != "direct"
-
-    @property
-    def moved(self) -> list[str]:
-        """The passes that changed any bit of the output."""
-        return [one.name for one in self.passes if not one.difference.equal]
-
-    @property
-    def broken(self) -> list[str]:
-        """The passes whose promise did not hold."""
-        return [one.name for one in self.passes if one.held is False]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready types, media left out; infinite decibels become ``None``."""
-        passes = [
-            {
-                "name": one.name,
-                "kind": one.kind,
-                "promise": str(one.promise),
-                "sites": one.counts,
-                "held": one.held,
-                "declined": one.declined,
-                "measured": one.measured,
-                "difference": asdict(one.difference),
-                "seconds": round(one.seconds, 3),
-            }
-            for one in self.passes
-        ]
-        return _finite(
-            {
-                "held": self.held,
-                "moved": self.moved,
-                "broken": self.broken,
-                "passes": passes,
-                "capture": asdict(self.capture),
-                "exact_set": {"passes": self.exact_names, **asdict(self.exact_set)} if self.exact_set else None,
-                "all_passes": asdict(self.all_passes),
-                "noise_floor": asdict(self.noise_floor) if self.noise_floor else None,
-                "reference_seconds": round(self.reference_seconds, 3),
-                "optimized_seconds": round(self.optimized_seconds, 3),
-                "report": self.report.to_dict(),
-                "settings": [one.to_dict() for one in self.settings],
-                "versions": versions(),
-            }
-        )
 
 
 def verify(
@@ -206,6 +51,9 @@ def verify(
     profile: str | Profile = "auto",
     *,
     settings: GenerationSettings | None = None,
+    seeds: int = 1,
+    leave_out: bool = False,
+    evidence: Path | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Verdict:
@@ -217,24 +65,36 @@ def verify(
         pipe: a MiniMax-H3 pipeline with all components loaded.
         prompts: one or several; the worst counts. ``None`` for that of ``settings``.
         passes, profile: as for :func:`h3opt.optimize`, which also takes ``options``.
-        settings: size, length, steps and seed of what is generated.
+        settings: size, length, steps and first seed of what is generated.
+        seeds: clips per prompt, with seeds that follow one another.
+        leave_out: also take each pass out of the whole set, and compare with the whole.
+        evidence: where to save what moved first when a promise breaks, in a folder named after the pass; ``None`` not
+            to look for it. See :mod:`h3opt.bisection`.
         progress: told before each generation.
 
     Raises:
         H3OptError: bad passes, profile or pipeline. A broken promise is no error: it is in the verdict.
     """
     settings = settings or GenerationSettings()
+    if seeds < 1:
+        raise PipelineError(f"{seeds} seeds make no clip. Use at least one.")
     clips = [
-        GenerationSettings(**{**settings.to_dict(), "prompt": prompt}) for prompt in _as_prompts(prompts, settings)
+        dataclasses.replace(settings, prompt=prompt, seed=settings.seed + number)
+        for prompt in _as_prompts(prompts, settings)
+        for number in range(seeds)
     ]
     session, chosen = prepare(pipe, passes, profile, **options)
     if session.view.pipe is None:
         raise PipelineError("verify needs a whole pipeline. Pass the pipeline, not one of its models.")
+    if not all(isinstance(one.promise, Exact) for one in chosen):
+        check_lpips()  # minutes of work would end there
+    if evidence is not None:
+        check_folder(evidence)
     with displaced(session.view, always_back=True), ExitStack() as undo:
         undo.callback(session.uninstall)
         if progress is not None:  # the caller shows progress of its own
             session.view.hide_step_bars(undo)
-        return _Ladder(pipe, session, list(chosen), clips, progress).climb()
+        return _Ladder(pipe, session, list(chosen), clips, leave_out, evidence, progress).climb()
 
 
 class _Ladder:
@@ -244,20 +104,24 @@ class _Ladder:
         session: Session,
         passes: list[Pass],
         clips: list[GenerationSettings],
+        leave_out: bool,
+        evidence: Path | None,
         progress: Progress | None,
     ) -> None:
         self.pipe, self.session, self.clips, self.progress = pipe, session, clips, progress
+        self.leave_out, self.evidence = leave_out, evidence
         self.exact, self.others = split_exact(passes)
-        needs_floor = any(isinstance(one.promise, Rounding) for one in passes)
-        self.done, self.total = 0, (3 + len(passes) + needs_floor) * len(clips)
-        self.needs_floor = needs_floor
+        self.needs_floor = not all(isinstance(one.promise, Exact) for one in passes)
+        self.done = 0
+        self.total = (3 + len(passes) * (1 + leave_out) + self.needs_floor) * len(clips)
 
     def climb(self) -> Verdict:
-        reference, reference_seconds = self._run("unmodified pipeline")
+        found_in = environment(self.session.device.name)
+        (reference, reference_seconds), reference_traces = self._traced_run("unmodified pipeline")
         floor = self._noise_floor(reference) if self.needs_floor else None
         self.session.install([])
         before, _ = self._run("captured, no pass")
-        capture = _worst(reference, before)
+        capture = Difference.worst(_each(reference, before))
         verdicts: list[PassVerdict] = []
         exact_set = None
         installed: list[Pass] = []
@@ -265,31 +129,43 @@ class _Ladder:
             installed.append(one)
             self.session.change_passes(installed)
             after, seconds = self._run(f"+ {one.name}")
-            entry = self.session.report()[one.name]
-            difference = _worst(before, after)
-            held = None if entry.declined else _holds(one.promise, difference, floor)
-            verdicts.append(
-                PassVerdict(one.name, one.kind, one.promise, entry.counts, difference, held, entry.declined, seconds)
-            )
+            verdicts.append(self._judge(one, _each(before, after), floor, seconds))
             before = after
             if self.exact and one is self.exact[-1]:
-                exact_set = _worst(reference, after)
-        optimized, optimized_seconds = self._run("all passes, warm")
+                exact_set = Difference.worst(_each(reference, after))
+        (optimized, optimized_seconds), traces = self._traced_run("all passes, warm")
+        report = self.session.report()
+        if self.leave_out:
+            verdicts = [
+                self._without(one, verdict, optimized) for one, verdict in zip(installed, verdicts, strict=True)
+            ]
+        if self.evidence is not None:
+            verdicts = [self._bisected(installed[:n], verdict) for n, verdict in enumerate(verdicts, 1)]
         if self.progress is not None:
             self.progress("done", self.total, self.total)
+        differences = _each(reference, optimized)
+        shown = max(range(len(differences)), key=lambda clip: _moved_by(differences[clip]))
+        reference_faults = self._faults(reference, reference_traces)
         return Verdict(
             verdicts,
             capture,
             exact_set,
             [one.name for one in self.exact],
-            _worst(reference, optimized),
+            Difference.worst(differences),
             floor,
-            reference[0],
-            optimized[0],
+            reference[shown],
+            optimized[shown],
             reference_seconds,
             optimized_seconds,
-            self.session.report(),
+            report,
             self.clips,
+            differences,
+            shown,
+            list(zip(reference, optimized, strict=True)),
+            (reference_traces[shown], traces[shown]),
+            self._faults(optimized, traces, reference, reference_traces),
+            reference_faults,
+            found_in,
         )
 
     def _run(self, what: str) -> tuple[list[Media], float]:
@@ -303,6 +179,13 @@ class _Ladder:
             self.done += 1
         return media, seconds / len(self.clips)
 
+    def _traced_run(self, what: str) -> tuple[tuple[list[Media], float], list[LatentTrace]]:
+        traces: list[LatentTrace] = []
+        with ExitStack() as undo:
+            trace = trace_latents(self.session.view, undo)
+            trace.ended = lambda: traces.append(trace.snapshot())
+            return self._run(what), traces
+
     def _noise_floor(self, reference: list[Media]) -> Difference:
         with ExitStack() as undo:
             transformer = self.session.view.transformer
@@ -311,7 +194,62 @@ class _Ladder:
             if self.session.view.vae is not None:  # decoding rounds too
                 decoder = self.session.view.vae.decoder
                 around(decoder, _Nudge(next(iter(decoder.transformer_blocks.parameters())).dtype), undo)
-            return _worst(reference, self._run("noise floor")[0])
+            return Difference.worst(_each(reference, self._run("noise floor")[0]))
+
+    def _judge(self, one: Pass, differences: list[Difference], floor: Difference | None, seconds: float) -> PassVerdict:
+        entry = self.session.report()[one.name]
+        difference = Difference.worst(differences)
+        return PassVerdict(
+            one.name,
+            one.kind,
+            one.promise,
+            entry.counts,
+            difference,
+            None if entry.declined else _holds(one.promise, difference, floor),
+            entry.declined,
+            seconds,
+            differences,
+            None if floor is None or entry.declined else difference.over(floor),
+        )
+
+    def _without(self, one: Pass, verdict: PassVerdict, optimized: list[Media]) -> PassVerdict:
+        try:
+            self.session.change_passes([other for other in (*self.exact, *self.others) if other is not one])
+            media, _ = self._run(f"all but {one.name}")
+        except H3OptError as error:  # another pass builds on it
+            return dataclasses.replace(verdict, left_out_failed=str(error))
+        return dataclasses.replace(verdict, left_out=Difference.worst(_each(optimized, media)))
+
+    def _bisected(self, installed: list[Pass], verdict: PassVerdict) -> PassVerdict:
+        if verdict.held is not False or self.evidence is None:
+            return verdict
+        if self.progress is not None:
+            self.progress(f"bisecting {verdict.name}", self.done, self.total)
+        worst = max(range(len(self.clips)), key=lambda clip: _moved_by(verdict.differences[clip]))
+        # A stale result shows only after the clips before the one that moved.
+        culprit = bisect_pass(self.session, installed, self.clips[: worst + 1], self.evidence / verdict.name)
+        return dataclasses.replace(verdict, culprit=culprit)
+
+    def _faults(
+        self,
+        media: list[Media],
+        traces: list[LatentTrace],
+        reference: list[Media] | None = None,
+        reference_traces: list[LatentTrace] | None = None,
+    ) -> list[tuple[int, Finding]]:
+        found = []
+        for number, clip in enumerate(self.clips):
+            vae = self.session.view.vae
+            borders = None if vae is None else tile_borders(vae, clip.height, clip.width)
+            findings = find_faults(
+                media[number],
+                reference=reference[number] if reference else None,
+                latents=traces[number],
+                reference_latents=reference_traces[number] if reference_traces else None,
+                borders=borders,
+            )
+            found += [(number, finding) for finding in findings]
+        return found
 
 
 class _Nudge:
@@ -349,12 +287,15 @@ def _holds(promise: Promise, difference: Difference, floor: Difference | None) -
     return difference.lpips <= promise.lpips and difference.audio_snr_db >= promise.audio_snr_db
 
 
-def _nan_lowest(decibels: float) -> float:
-    return -math.inf if math.isnan(decibels) else decibels
+def _moved_by(difference: Difference) -> tuple[float, float, int]:
+    """Orders clips by how far they moved; NaN is the furthest."""
+    lpips = math.inf if math.isnan(difference.lpips) else difference.lpips
+    noise = math.inf if math.isnan(difference.audio_snr_db) else -difference.audio_snr_db
+    return lpips, noise, difference.video_differing + difference.audio_differing
 
 
-def _worst(reference: list[Media], candidate: list[Media]) -> Difference:
-    return Difference.worst(map(Difference.between, reference, candidate))
+def _each(reference: list[Media], candidate: list[Media]) -> list[Difference]:
+    return list(map(Difference.between, reference, candidate))
 
 
 def _as_prompts(prompts: str | Sequence[str] | None, settings: GenerationSettings) -> list[str]:
@@ -366,22 +307,4 @@ def _as_prompts(prompts: str | Sequence[str] | None, settings: GenerationSetting
     return found
 
 
-def _finite(found: Any) -> Any:
-    if isinstance(found, dict):
-        return {name: _finite(item) for name, item in found.items()}
-    if isinstance(found, list):
-        return [_finite(item) for item in found]
-    return None if isinstance(found, float) and not math.isfinite(found) else found
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of the packages that a figure depends on."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for package in ("h3opt", "torch", "triton", "diffusers", "transformers", "lpips"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+__all__ = ["Difference", "PassVerdict", "Progress", "Verdict", "verify", "versions"]

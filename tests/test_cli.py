@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from h3opt import cli, demo, verification
+from h3opt.evidence import Evidence, flatten, write_evidence
 from h3opt.profiles import list_profiles, parse_profile
 from h3opt.promises import Exact
 from h3opt.reference import save_tiny, tiny_pipeline
@@ -292,11 +293,13 @@ def test_bench_refuses_before_it_builds_a_model(
 def test_a_prompts_file_that_cannot_be_used_is_named(tmp_path: Path, refusal: Callable[..., str]) -> None:
     (tmp_path / "empty").write_text(" \n\n")
     (tmp_path / "binary").write_bytes(b"\x89PNG\xff\xfe\x00")
+    (tmp_path / "control").write_bytes(b"a cat\x00\x01")
     for name, says in (
         ("none", "cannot be read: No such file"),
         ("", "cannot be read: Is a directory"),
         ("empty", "is empty"),
         ("binary", "is not UTF-8 text"),
+        ("control", "is not text"),
     ):
         message = refusal("verify", "--prompts", tmp_path / name)
         assert str(tmp_path / name) in message and says in message
@@ -316,12 +319,23 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
     assert f"error: {place} " in refusal("run", "--model", "m", "--prompt", "x", "--out", place)
     assert f"error: {place} " in refusal("run", "--model", "m", "--prompt", "x", "--json", place)
     assert f"error: {place} " in refusal("verify", "--json", place)
+    assert f"error: {place} " in refusal("replay", "none", "--json", place)
     assert f"error: {place} " in refusal("demo", "--json", place)
     for arguments in (("passes",), ("profiles",), ("profiles", "h200")):
         result = h3opt(*arguments, "--json", place)
         assert result.code == 2 and f"error: {place} " in result.err
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("option", ["--report", "--blind"])
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(
+    option: str, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert "cannot be made" in refusal("verify", option, tmp_path / "file" / "page.html")
+    assert "is a directory" in refusal("verify", option, tmp_path)
 
 
 @pytest.mark.usefixtures("nothing_runs")
@@ -453,6 +467,23 @@ def test_run_without_passes_prints_json_alone(h3opt: Run, saved: Path, tmp_path:
     data = json.loads(result.out)
     assert data["report"]["passes"] == [] and data["report"]["captured"]
     check_clip(tmp_path / "c.mp4")
+
+
+# --------------------------------------------------------------------------------------------------- replay
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_evidence_replays_with_one_command(h3opt: Run, refusal: Callable[..., str], tmp_path: Path) -> None:
+    x = torch.randn(2, 8)
+    found = Evidence("fused_swiglu", {}, "site", "transformer.transformer_blocks.0", 3, [], "ff.net.0")
+    found.inputs, found.arguments = flatten(((), {"x": x, "dim": -1, "middle": 4, "end": 8}))
+    found.expected, found.found = [torch.ones(2, 4)], [torch.zeros(2, 4)]
+    write_evidence(tmp_path / "e", found)
+    result = h3opt("replay", tmp_path / "e")
+    assert result.code == 0 and "then: 8 of 8 elements differ" in result.out and "now:  bits equal" in result.out
+    result = h3opt("replay", tmp_path / "e", "--json", "-")
+    assert json.loads(result.out)["moves"] is False and result.code == 0
+    assert "holds no evidence" in refusal("replay", tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------- verify, demo

@@ -15,6 +15,7 @@ from rich.console import Console
 from h3opt import demo
 from h3opt.demo import run_demo, write_json
 from h3opt.errors import H3OptError, PipelineError
+from h3opt.faults import Finding
 from h3opt.generation import GenerationSettings, Media
 from h3opt.promises import Exact, Perceptual, Promise
 from h3opt.registry import list_passes
@@ -32,7 +33,7 @@ def clip(seed: int) -> Media:
 
 
 def judged(name: str, promise: Promise, difference: Difference, held: bool | None, why: str | None = None) -> Any:
-    return PassVerdict(name, "graph", promise, "–" if why else "12/12", difference, held, why, 12.34)
+    return PassVerdict(name, "graph", promise, "–" if why else "12/12", difference, held, why, 12.34, of_floor=0.4)
 
 
 def verdict(*passes: PassVerdict, capture: Difference | None = None) -> Verdict:
@@ -152,10 +153,10 @@ def test_the_table_has_one_line_per_pass_on_a_hundred_columns() -> None:
     )
     lines = [" ".join(line.split()) for line in printed(verdict_table(verdict(*passes)))]
     assert lines[1:] == [
-        f"{longest} graph 12/12 LPIPS ≤ 0.03, ≥ 40 dB LPIPS 0.0123, 61.1 dB held 12",
-        "fused_swiglu graph 12/12 exact bits equal held 12",
-        "fp8_linear graph 12/12 LPIPS ≤ 0.03, ≥ 40 dB LPIPS 0.0123, 61.1 dB BROKEN 12",
-        "tile_batch graph – LPIPS ≤ 0.03, ≥ 40 dB – declined 12",
+        f"{longest} 12/12 LPIPS ≤ 0.03, ≥ 40 dB LPIPS 0.0123, 61.1 dB 0.4 held 12",
+        "fused_swiglu 12/12 exact bits equal – held 12",
+        "fp8_linear 12/12 LPIPS ≤ 0.03, ≥ 40 dB LPIPS 0.0123, 61.1 dB 0.4 BROKEN 12",
+        "tile_batch – LPIPS ≤ 0.03, ≥ 40 dB – – declined 12",
     ]
 
 
@@ -180,6 +181,16 @@ def test_what_broke_or_declined_is_named_with_its_reason() -> None:
 def test_a_capture_that_moves_bits_is_named_though_no_pass_broke() -> None:
     found = verdict(*HELD, capture=MOVED)
     assert not found.held and "promise broken by: the capture itself, with no pass on" in verdict_lines(found)
+
+
+def test_a_fault_breaks_the_verdict_and_is_named_once_a_clip() -> None:
+    found = verdict(*HELD)
+    found.faults = [(0, Finding("frozen_frames", f"frame {number}", 0.0, 0.1)) for number in (7, 8)]
+    lines = verdict_lines(found)
+    assert not found.held and found.to_dict()["faults"][1]["where"] == "frame 8"
+    assert sum(line.startswith("FAULT: frozen_frames: ") for line in lines) == 1
+    assert any("frame 7 and 1 more" in line for line in lines)
+    assert "promise broken by: no pass, but there are faults" in lines
 
 
 def test_the_list_of_passes_says_what_comes_after_what() -> None:

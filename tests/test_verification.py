@@ -11,10 +11,11 @@ import torch
 from conftest import COMPONENTS, assert_same_media, differing, fingerprint
 
 import h3opt
-from h3opt.errors import PassConflictError, PipelineError, ShortfallError, UnknownPassError
+from h3opt.errors import CheckpointError, PassConflictError, PipelineError, ShortfallError, UnknownPassError
 from h3opt.generation import GenerationSettings, generate
 from h3opt.kernels import ops
 from h3opt.registry import make_pass
+from h3opt.tables import verdict_lines
 from h3opt.testing import rewired
 from h3opt.verification import Difference, Verdict
 
@@ -137,6 +138,33 @@ def test_without_a_pass_capture_alone_is_verified(silent):
     verdict = verify(silent, [])
     assert verdict.held and verdict.passes == [] and verdict.noise_floor is None
     assert verdict.all_passes == Difference()
+
+
+def test_several_seeds_and_leaving_out_are_summed_up(silent):
+    told: list[tuple[str, int, int]] = []
+    verdict = verify(silent, ["norm_modulate"], seeds=2, leave_out=True, progress=lambda *what: told.append(what))
+    assert [one.seed for one in verdict.settings] == [0, 1] and len(verdict.pairs) == len(verdict.differences) == 2
+    (one,) = verdict.passes
+    assert one.left_out == Difference() and one.tried and one.spread["lpips"].clips == 2
+    assert verdict.held and verdict.faults == [] and verdict.traces is not None
+    assert len(verdict.traces[0].steps) == CLIP.num_inference_steps - 1
+    text = "\n".join(verdict_lines(verdict))
+    assert "LPIPS over 2 clips: worst 0.0000, mean 0.0000, no worse than 0.0000 with confidence 0.95" in text
+    assert "leaving out norm_modulate: bits equal" in text and "white_latents" in text
+    assert [what[1] for what in told] == list(range(len(told))) and told[-1][1] == told[-1][2]
+
+
+def test_no_seed_is_no_clip(silent):
+    with pytest.raises(PipelineError, match="0 seeds make no clip"):
+        verify(silent, ["norm_modulate"], seeds=0)
+
+
+def test_weights_of_lpips_that_are_missing_are_said_before_anything_runs(silent, monkeypatch, tmp_path):
+    monkeypatch.setattr("h3opt.quality._weights_path", lambda weights: tmp_path / "none.safetensors")
+    told: list[Any] = []
+    with pytest.raises(CheckpointError, match="LPIPS weights .* are missing"):
+        verify(silent, ["tile_batch"], progress=lambda *what: told.append(what))
+    assert told == []
 
 
 # --- how it leaves things --------------------------------------------------------------------------------------

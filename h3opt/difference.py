@@ -1,0 +1,177 @@
+"""How far one generation is from another, over one clip and over many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from h3opt.generation import Media
+from h3opt.picture import ssim_per_frame, temporal_difference
+from h3opt.quality import audio_snr_db, bits_equal, lpips_per_frame, psnr_db
+from h3opt.sound import av_offset, log_spectral_distance_db, si_sdr_db
+
+CONFIDENCE = 0.95
+"""Of every bound on a mean."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one generation is from another; of several, the worst of each measure.
+
+    Attributes:
+        video_differing, audio_differing: elements whose bits differ.
+        lpips: mean over frames; 0 when the bits are equal.
+        psnr_db: of the video.
+        audio_snr_db: of the worst channel.
+        worst_frame_lpips: of the worst frame.
+        ssim: mean over frames.
+        temporal_difference: mean over time, see :func:`h3opt.picture.temporal_difference`.
+        audio_si_sdr_db, audio_log_spectral_db: of the worst channel.
+        av_offset_frames: how much later the sound comes to the picture than in the reference.
+    """
+
+    video_differing: int = 0
+    audio_differing: int = 0
+    lpips: float = 0.0
+    psnr_db: float = math.inf
+    audio_snr_db: float = math.inf
+    worst_frame_lpips: float = 0.0
+    ssim: float = 1.0
+    temporal_difference: float = 0.0
+    audio_si_sdr_db: float = math.inf
+    audio_log_spectral_db: float = 0.0
+    av_offset_frames: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        """Whether every bit of video and audio is the same."""
+        return self.video_differing == 0 and self.audio_differing == 0
+
+    @classmethod
+    def between(cls, reference: Media, candidate: Media) -> Difference:
+        """Compare two generations of one prompt.
+
+        Raises:
+            PipelineError: they differ in length or size.
+        """
+        video, audio = (reference.video, candidate.video), (reference.audio, candidate.audio)
+        found: dict[str, Any] = {
+            "video_differing": bits_equal(*video).differing,
+            "audio_differing": bits_equal(*audio).differing,
+        }
+        if found["video_differing"]:
+            lpips = lpips_per_frame(*video)
+            found |= {
+                "lpips": float(lpips.mean()),
+                "worst_frame_lpips": float(lpips.max()),  # NaN if one frame is
+                "psnr_db": psnr_db(*video),
+                "ssim": float(ssim_per_frame(*video).mean()),
+                "temporal_difference": float(temporal_difference(*video).mean()),
+            }
+        if found["audio_differing"]:
+            found |= {
+                "audio_snr_db": float(audio_snr_db(*audio).min()),
+                "audio_si_sdr_db": float(si_sdr_db(*audio).min()),
+                "audio_log_spectral_db": float(log_spectral_distance_db(*audio).max()),
+            }
+        if found["video_differing"] or found["audio_differing"]:
+            found["av_offset_frames"] = av_offset(video, audio, reference.sampling_rate)
+        return cls(**found)
+
+    @classmethod
+    def worst(cls, differences: Iterable[Difference]) -> Difference:
+        """The worst of each measure; NaN is worse than any number."""
+        all_of = list(differences)
+        return cls(
+            **{one.name: max((getattr(d, one.name) for d in all_of), key=_badness(one.name)) for one in fields(cls)}
+        )
+
+    def over(self, floor: Difference) -> float:
+        """The larger of picture and sound as a multiple of what ``floor`` has: LPIPS by LPIPS, noise by noise.
+
+        0 for equal bits; infinite where the floor has none of what this has. Noise amplitudes are compared, so 6 dB
+        less audio SNR are a factor of two.
+        """
+        picture = _ratio(self.lpips, floor.lpips)
+        sound = _ratio(_amplitude(self.audio_snr_db), _amplitude(floor.audio_snr_db))
+        return max(picture, sound, key=_nan_worst)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields by name."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if self.equal:
+            return "bits equal"
+        return f"LPIPS {self.lpips:.4f}, audio {self.audio_snr_db:.1f} dB"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One measure over several clips.
+
+    Attributes:
+        clips: how many.
+        worst, mean: of them.
+        bound: the mean is no worse than this with confidence 0.95; ``None`` for one clip or where a clip is infinite.
+    """
+
+    clips: int
+    worst: float
+    mean: float
+    bound: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float], badness: Callable[[float], float] = float) -> Spread:
+        """Summarise ``values``.
+
+        The bound is the one-sided Student t bound of a mean, ``mean ± t(0.95, n - 1) s / sqrt(n)`` (Student, "The
+        Probable Error of a Mean", Biometrika 1908): right for clips drawn alike and a mean that is nearly normal,
+        which for a few clips with long tails it is not. Look at the worst too.
+
+        Args:
+            values: one a clip.
+            badness: larger for what is worse.
+        """
+        count, worst = len(values), max(values, key=badness)
+        mean = sum(values) / count
+        bound = None
+        if count > 1 and all(map(math.isfinite, values)):
+            from scipy.stats import t  # lpips needs scipy too
+
+            deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
+            margin = float(t.ppf(CONFIDENCE, count - 1)) * deviation / math.sqrt(count)
+            bound = mean + math.copysign(margin, badness(1.0) - badness(0.0))
+        return cls(count, worst, mean, bound)
+
+
+def spreads(differences: Sequence[Difference]) -> dict[str, Spread]:
+    """Each measure over several clips, by name."""
+    return {
+        one.name: Spread.of([float(getattr(d, one.name)) for d in differences], _badness(one.name))
+        for one in fields(Difference)
+    }
+
+
+def _badness(measure: str) -> Callable[[float], float]:
+    """A key that is larger for what is worse; NaN is the worst."""
+    if measure.endswith("_offset_frames"):
+        return lambda value: math.inf if math.isnan(value) else abs(value)
+    falling = measure == "ssim" or measure in ("psnr_db", "audio_snr_db", "audio_si_sdr_db")
+    return lambda value: math.inf if math.isnan(value) else (-value if falling else value)
+
+
+def _nan_worst(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _amplitude(snr_db: float) -> float:
+    return 10 ** (-snr_db / 20)
+
+
+def _ratio(found: float, floor: float) -> float:
+    if found == 0:
+        return 0.0
+    return found / floor if floor else math.inf

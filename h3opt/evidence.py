@@ -1,0 +1,299 @@
+"""The tensors that show a broken promise, on disk: written whole, and replayed with one command."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from h3opt.environment import versions
+from h3opt.errors import CheckpointError, PipelineError
+from h3opt.quality import Comparison, bits_equal
+
+_INDEX, _TENSORS = "evidence.json", "tensors.safetensors"
+
+
+@dataclass
+class Evidence:
+    """One call, or one site of a rule, without a pass and with it.
+
+    Attributes:
+        name, options: of the pass.
+        kind: ``"site"``: pattern and replacement of a rule were called; ``"module"``: the module at ``module`` was.
+        module, call: where in the pipeline.
+        others: (name, options) of the passes that were on besides.
+        site: in words.
+        rule: which of the pass's rules.
+        inputs: the tensors that were read, by name.
+        arguments: positional and keyword arguments as JSON, with the names of tensors in their places.
+        expected, found: what was returned without the pass, and with it.
+    """
+
+    name: str
+    options: dict[str, Any]
+    kind: str
+    module: str
+    call: int
+    others: list[tuple[str, dict[str, Any]]]
+    site: str | None = None
+    rule: int = 0
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    arguments: Any = None
+    expected: list[torch.Tensor] = field(default_factory=list)
+    found: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def moved(self) -> str:
+        """How far ``found`` is from ``expected``, in words."""
+        return compared(self.expected, self.found)
+
+    def call_arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        """``arguments`` with the tensors in their places."""
+        args, kwargs = _restored(self.arguments, self.inputs)
+        return args, kwargs
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a replay saw.
+
+    Attributes:
+        evidence: what was replayed.
+        then: how far the pass moved the saved tensors, in words.
+        now: how far it moves what comes out of the saved inputs today.
+        moves: whether it still does.
+    """
+
+    evidence: Evidence
+    then: str
+    now: str
+    moves: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready types."""
+        one = self.evidence
+        return {
+            "pass": one.name,
+            "module": one.module,
+            "call": one.call,
+            "site": one.site,
+            "then": self.then,
+            "now": self.now,
+            "moves": self.moves,
+        }
+
+    def __str__(self) -> str:
+        one = self.evidence
+        where = f"{one.module}, call {one.call}" + (f", at {one.site}" if one.kind == "site" else "")
+        return f"{one.name} in {where}\nthen: {self.then}\nnow:  {self.now}"
+
+
+def replay(folder: Path, pipe: Callable[[], Any]) -> Replay:
+    """Run what :func:`write_evidence` saved again, with the passes as they are now.
+
+    Args:
+        folder: written by a verification that broke a promise.
+        pipe: makes the pipeline it was written for; called only where a module has to run.
+
+    Raises:
+        CheckpointError: the evidence is missing, truncated or not evidence.
+        H3OptError: the pass, or an option of it, is not known any more.
+    """
+    from h3opt.bisection import call_submodules
+    from h3opt.components import PipelineView
+    from h3opt.protocol import GraphPass
+    from h3opt.registry import make_pass
+
+    evidence = read_evidence(folder)
+    moved = make_pass(evidence.name, evidence.options)
+    args, kwargs = evidence.call_arguments()
+    if evidence.kind == "site":
+        if not isinstance(moved, GraphPass) or evidence.rule >= len(moved.rules()):
+            raise CheckpointError(
+                f"{folder} is about rule {evidence.rule} of {moved.name}, which has none such any more. Verify again."
+            )
+        rule = moved.rules()[evidence.rule]
+        with torch.no_grad():
+            expected, found = (tensors_in(side(**kwargs)) for side in (rule.pattern, rule.replacement))
+    else:
+        others = [make_pass(name, options) for name, options in evidence.others]
+        view = PipelineView.of(pipe())
+        try:
+            expected, found = (
+                tensors_in(call_submodules(view, passes, evidence.module, (args, kwargs))[0])
+                for passes in (others, [*others, moved])
+            )
+        except (AttributeError, RuntimeError, TypeError) as error:  # no such module, other sizes, another dtype
+            raise CheckpointError(
+                f"{folder} does not fit this pipeline ({str(error).splitlines()[0]}). Give the --model and --dtype it "
+                "was written with."
+            ) from error
+    now = compared(expected, found)
+    return Replay(evidence, evidence.moved, now, now != _EQUAL)
+
+
+def write_evidence(folder: Path, evidence: Evidence) -> None:
+    """Write ``evidence.json`` and ``tensors.safetensors``; the folder appears whole or not at all.
+
+    Raises:
+        PipelineError: it cannot be written, or holds something else.
+    """
+    tensors = {f"input.{name}": tensor for name, tensor in evidence.inputs.items()}
+    for side in ("expected", "found"):
+        tensors |= {f"{side}.{number}": tensor for number, tensor in enumerate(getattr(evidence, side))}
+    index = {
+        "pass": evidence.name,
+        "options": evidence.options,
+        "kind": evidence.kind,
+        "module": evidence.module,
+        "call": evidence.call,
+        "others": evidence.others,
+        "site": evidence.site,
+        "rule": evidence.rule,
+        "arguments": evidence.arguments,
+        "moved": evidence.moved,
+        "versions": versions(),
+    }
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        if folder.exists() and not (folder / _INDEX).is_file():
+            raise PipelineError(f"{folder} holds something other than evidence. Give another folder.")
+        partial.mkdir(parents=True)
+        save_file({name: _plain(tensor) for name, tensor in tensors.items()}, partial / _TENSORS)
+        (partial / _INDEX).write_text(json.dumps(index, indent=2, default=str) + "\n", encoding="utf-8")
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    except OSError as error:
+        raise PipelineError(f"{folder} cannot be written: {error.strerror}. Give another folder.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(partial)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse before the work a place that :func:`write_evidence` could not write to after it.
+
+    Raises:
+        PipelineError: nothing can be made there.
+    """
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise PipelineError(
+            f"{folder} cannot be written: {existing} is no folder one can write to. Give another folder."
+        )
+
+
+def read_evidence(folder: Path) -> Evidence:
+    """What :func:`write_evidence` wrote.
+
+    Raises:
+        CheckpointError: it is missing, truncated or something else.
+    """
+    try:
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        tensors = load_file(folder / _TENSORS)
+        evidence = Evidence(
+            index["pass"],
+            dict(index["options"]),
+            index["kind"],
+            index["module"],
+            index["call"],
+            [(name, dict(options)) for name, options in index["others"]],
+            index["site"],
+            index["rule"],
+            {name.removeprefix("input."): tensor for name, tensor in tensors.items() if name.startswith("input.")},
+            index["arguments"],
+        )
+        for side in ("expected", "found"):
+            count = sum(name.startswith(f"{side}.") for name in tensors)
+            setattr(evidence, side, [tensors[f"{side}.{number}"] for number in range(count)])
+        evidence.call_arguments()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder} holds no evidence that can be read ({type(error).__name__}: {error}). Give a folder that "
+            "`h3opt verify` wrote."
+        ) from error
+    return evidence
+
+
+def compared(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> str:
+    """How far two lists of tensors are apart, in words; the first difference counts."""
+    if [(one.shape, one.dtype) for one in expected] != [(one.shape, one.dtype) for one in found]:
+        return "shapes or dtypes differ"
+    results: list[Comparison] = list(map(bits_equal, expected, found))
+    return next((str(one) for one in results if not one), _EQUAL)
+
+
+_EQUAL = "bits equal"
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in what a module returned, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
+
+
+def flatten(arguments: tuple[Any, ...]) -> tuple[dict[str, torch.Tensor], Any]:
+    """(args, kwargs) → tensors by name, and the arguments as JSON with those names in their places."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def spelled(value: Any, name: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+            return {"tensor": name}
+        if isinstance(value, (list, tuple)):
+            kind = "tuple" if isinstance(value, tuple) else "list"
+            return {kind: [spelled(item, f"{name}.{number}") for number, item in enumerate(value)]}
+        if isinstance(value, dict):
+            return {"dict": {key: spelled(item, f"{name}.{key}") for key, item in value.items()}}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"float": str(value)}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        return {"unsaved": repr(value)}
+
+    args, kwargs = arguments
+    return tensors, [spelled(list(args), "args"), spelled(dict(kwargs), "kwargs")]
+
+
+def _restored(spelled: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    args, kwargs = spelled
+
+    def value(found: Any) -> Any:
+        if not isinstance(found, dict):
+            return found
+        ((kind, inner),) = found.items()
+        if kind == "tensor":
+            return tensors[inner]
+        if kind == "dict":
+            return {name: value(item) for name, item in inner.items()}
+        if kind in ("list", "tuple"):
+            items = [value(item) for item in inner]
+            return tuple(items) if kind == "tuple" else items
+        if kind == "dtype":
+            return getattr(torch, inner)
+        if kind == "float":
+            return float(inner)
+        raise ValueError(f"the argument {inner} could not be saved")
+
+    return value(args), value(kwargs)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().clone()

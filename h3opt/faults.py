@@ -1,0 +1,350 @@
+"""Faults of generated picture and sound, found by number and reported by name.
+
+Some show in the clip alone (NaN, black frames, silence), some only against the clip of the unmodified pipeline (swapped
+channels, sound that comes a frame late), some in the latents before a decoder has hidden them. What the reference clip
+has too is no fault of what was changed and is not reported when a reference is given.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from h3opt.errors import PipelineError
+from h3opt.generation import Media
+from h3opt.latents import CellCosine, LatentTrace, adjacent_cell_cosine, excess_kurtosis
+from h3opt.picture import frames_of, luma
+from h3opt.quality import audio_snr_db
+from h3opt.sound import av_offset
+from h3opt.tile_seams import Borders, seam_steps
+
+FAULTS = {
+    "nan": "not-a-number or infinity in picture, sound or latents",
+    "black_frames": "frames without a picture",
+    "frozen_frames": "frames that repeat the one before while the clip moves",
+    "clipping": "sound cut off at full scale",
+    "silence": "a channel without sound",
+    "white_latents": "neighbouring latent cells are unrelated: noise, no scene",
+    "patch_grid_latents": "latent cells go together patch by patch: a grid, no scene",
+    "swapped_channels": "left is right",
+    "av_shift": "sound comes earlier or later to the picture than in the reference",
+    "seam": "a step along the border of a decoder tile",
+    "uniform_initial_noise": "the noise to start from is uniform, not Gaussian",
+    "non_gaussian_initial_noise": "the noise to start from is neither Gaussian nor uniform",
+    "head_scale": "one attention head is scaled otherwise than the rest",
+}
+"""Name of every fault → what it means."""
+
+_BLACK = 0.02  # mean and deviation of luma; 5 levels of 255
+_STILL, _MOVES = 0.02, 1e-4  # a frozen frame changes less than 2 % of what is usual, in a clip that moves at all
+_RAIL, _RAIL_SHARE, _RAIL_RUN = 0.999, 1e-3, 3  # full scale; a share of samples; that follow one another
+_SILENT = 1e-4  # root mean square; -80 dB of full scale
+_WHITE, _GRID = 0.3, 0.3  # cosines; 0.06 was seen for noise and 0.79 for a scene
+_SWAP_DB = 10.0
+_SHIFT = 0.5  # frames
+_STEP = 3.0  # across a border, against the lines beside it
+_KURTOSIS, _KURTOSIS_ERRORS, _UNIFORM = 0.3, 6.0, (-1.5, -0.9)  # uniform noise has -1.2
+_HEAD = 1.4  # and its inverse; scales go wrong by factors of two
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault.
+
+    Attributes:
+        name: a key of :data:`FAULTS`.
+        where: the part of the clip, in words.
+        measured, limit: what was measured, and where a fault begins.
+    """
+
+    name: str
+    where: str
+    measured: float
+    limit: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.where} ({self.measured:.3g}, limit {self.limit:.3g})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready types; what is not finite becomes a string."""
+        finite = self.measured == self.measured and abs(self.measured) != float("inf")
+        return {**asdict(self), "measured": self.measured if finite else str(self.measured)}
+
+
+@dataclass(frozen=True)
+class _Case:
+    media: Media
+    reference: Media | None = None
+    latents: LatentTrace | None = None
+    reference_latents: LatentTrace | None = None
+    borders: Borders | None = None
+    heads: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    fps: float = 24.0
+
+    @functools.cached_property
+    def finite(self) -> bool:
+        """Whether measures of the clip mean anything."""
+        return bool(self.media.video.isfinite().all() and self.media.audio.isfinite().all())
+
+    @functools.cached_property
+    def against_itself(self) -> _Case | None:
+        """The reference, looked at alone."""
+        if self.reference is None:
+            return None
+        return _Case(self.reference, None, self.reference_latents, None, self.borders, {}, self.fps)
+
+
+def find_faults(
+    media: Media,
+    *,
+    reference: Media | None = None,
+    latents: LatentTrace | None = None,
+    reference_latents: LatentTrace | None = None,
+    borders: Borders | None = None,
+    heads: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None,
+    fps: float = 24.0,
+) -> list[Finding]:
+    """Look for every fault of :data:`FAULTS` that the given material can show.
+
+    Args:
+        media: the clip.
+        reference: the same request from the unmodified pipeline; without it no fault is relative.
+        latents, reference_latents: what :func:`h3opt.latents.trace_latents` recorded of each.
+        borders: where decoder tiles meet, from :func:`h3opt.tile_seams.tile_borders`; without it every line is
+            compared with the reference's.
+        heads: for any number of sites, the attention output ``[..., heads, head_dim]`` of (reference, candidate).
+        fps: frames a second.
+
+    Returns:
+        The findings, in the order of :data:`FAULTS`; none for a clean clip.
+
+    Raises:
+        PipelineError: clip and reference differ in length or size.
+    """
+    if reference is not None:
+        for kind in ("video", "audio"):
+            sizes = [list(getattr(one, kind).shape) for one in (reference, media)]
+            if sizes[0] != sizes[1]:
+                raise PipelineError(
+                    f"The {kind} is {sizes[1]} and the reference's {sizes[0]}. Compare clips of one request."
+                )
+    case = _Case(media, reference, latents, reference_latents, borders, heads or {}, fps)
+    return [finding for detect in _DETECTORS for finding in detect(case)]
+
+
+def head_gains(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
+    """The factor by which each head's output was scaled: the least-squares gain ``<r, c> / <r, r>``.
+
+    Args:
+        reference, candidate: ``[..., heads, head_dim]``, floating point, of one shape.
+
+    Returns:
+        float64 ``[heads]`` on the CPU.
+    """
+    left, right = (part.detach().cpu().double().movedim(-2, 0).flatten(1) for part in (reference, candidate))
+    return (left * right).sum(1) / left.square().sum(1)
+
+
+def find_head_faults(site: str, reference: torch.Tensor, candidate: torch.Tensor, heads: int) -> list[Finding]:
+    """``head_scale`` in tensors of any layout that has heads: a dimension of that size, or inside the last one.
+
+    Args:
+        site: for the finding's words.
+        reference, candidate: what was computed without and with a change; tensors without heads give no finding.
+        heads: how many there are.
+    """
+    if reference.shape != candidate.shape or not reference.is_floating_point() or heads < 3 or reference.ndim < 2:
+        return []
+    if heads in reference.shape[:-1]:
+        dim = list(reference.shape).index(heads)
+        reference, candidate = (part.movedim(dim, -2) for part in (reference, candidate))
+    elif reference.ndim > 2 and reference.shape[-1] % heads == 0:
+        reference, candidate = (part.unflatten(-1, (heads, -1)) for part in (reference, candidate))
+    else:
+        return []
+    return list(_odd_heads(site, reference, candidate))
+
+
+def _new(detect: Callable[[_Case], Iterator[Finding]]) -> Callable[[_Case], Iterator[Finding]]:
+    """A detector that looks at one clip: what it finds in the reference too is not reported."""
+
+    @functools.wraps(detect)
+    def without_known(case: _Case) -> Iterator[Finding]:
+        known = set() if case.against_itself is None else {one.where for one in detect(case.against_itself)}
+        yield from (finding for finding in detect(case) if finding.where not in known)
+
+    return without_known
+
+
+@_new
+def _nan(case: _Case) -> Iterator[Finding]:
+    parts: dict[str, torch.Tensor | None] = {"video": case.media.video, "audio": case.media.audio}
+    if case.latents is not None:
+        parts |= {"final video latents": case.latents.final, "final audio latents": case.latents.audio_final}
+    for name, tensor in parts.items():
+        if tensor is None:
+            continue
+        wrong = ~tensor.isfinite()
+        if count := int(wrong.sum()):
+            yield Finding("nan", f"{name}, {_box(wrong, name)}", count, 0)
+
+
+@_new
+def _black(case: _Case) -> Iterator[Finding]:
+    picture = luma(frames_of(case.media.video)).flatten(1)
+    level = torch.maximum(picture.mean(1), picture.std(1))
+    for frame in (level < _BLACK).nonzero().flatten().tolist():
+        yield Finding("black_frames", f"frame {frame}", float(level[frame]), _BLACK)
+
+
+@_new
+def _frozen(case: _Case) -> Iterator[Finding]:
+    if not case.finite:
+        return
+    change = luma(frames_of(case.media.video)).diff(dim=0).abs().mean((1, 2))
+    if change.numel() == 0:
+        return
+    usual = float(change.median())
+    limit = _STILL * usual
+    if usual < _MOVES:
+        if float(change.max()) < _MOVES:
+            yield Finding("frozen_frames", "the whole clip", usual, _MOVES)
+        return
+    for frame in (change < limit).nonzero().flatten().tolist():
+        yield Finding("frozen_frames", f"frame {frame + 1}", float(change[frame]), limit)
+
+
+@_new
+def _clipping(case: _Case) -> Iterator[Finding]:
+    for name, channel in _named_channels(case.media.audio):
+        at_rail = (channel.abs() >= _RAIL).float()
+        runs = at_rail.unfold(0, min(_RAIL_RUN, at_rail.numel()), 1).amin(-1)
+        share = float(runs.mean())
+        if share > _RAIL_SHARE:
+            yield Finding("clipping", name, share, _RAIL_SHARE)
+
+
+@_new
+def _silence(case: _Case) -> Iterator[Finding]:
+    for name, channel in _named_channels(case.media.audio):
+        level = float(channel.square().mean().sqrt())
+        if level < _SILENT:
+            yield Finding("silence", name, level, _SILENT)
+
+
+@_new
+def _white(case: _Case) -> Iterator[Finding]:
+    cosine = _cosine(case)
+    if cosine is not None and not _is_grid(cosine) and cosine.mean < _WHITE:
+        yield Finding("white_latents", "final video latents", cosine.mean, _WHITE)
+
+
+@_new
+def _grid(case: _Case) -> Iterator[Finding]:
+    cosine = _cosine(case)
+    if cosine is not None and _is_grid(cosine):
+        yield Finding("patch_grid_latents", "final video latents", cosine.within - cosine.across, _GRID)
+
+
+def _swapped(case: _Case) -> Iterator[Finding]:
+    if case.reference is None or not case.finite or case.media.audio.shape[-2] != 2:
+        return
+    there, here = case.reference.audio, case.media.audio
+    straight, crossed = (float(audio_snr_db(one, here).min()) for one in (there, there.flip(-2)))
+    if crossed > straight + _SWAP_DB:
+        yield Finding("swapped_channels", "left and right", crossed - straight, _SWAP_DB)
+
+
+def _shifted(case: _Case) -> Iterator[Finding]:
+    if case.reference is None or not case.finite:
+        return
+    video, audio = (case.reference.video, case.media.video), (case.reference.audio, case.media.audio)
+    frames = av_offset(video, audio, case.media.sampling_rate, case.fps)
+    if abs(frames) >= _SHIFT:
+        yield Finding("av_shift", f"sound {'late' if frames > 0 else 'early'}, in frames", frames, _SHIFT)
+
+
+def _seam(case: _Case) -> Iterator[Finding]:
+    if not case.finite or (case.reference is None and case.borders is None):
+        return
+    reference = None if case.reference is None else case.reference.video
+    if reference is not None and not reference.isfinite().all():
+        return
+    for (word, line), step in seam_steps(case.media.video, case.borders, reference).items():
+        if step > _STEP:
+            yield Finding("seam", f"{word} {line}", step, _STEP)
+
+
+def _noise(case: _Case) -> Iterator[Finding]:
+    if case.latents is None:
+        return
+    for name, noise in (("video", case.latents.initial), ("audio", case.latents.audio_initial)):
+        if noise is None or noise.numel() < 1000:
+            continue
+        kurtosis, error = excess_kurtosis(noise)
+        limit = max(_KURTOSIS, _KURTOSIS_ERRORS * error)
+        if not abs(kurtosis) <= limit:
+            kind = "uniform" if _UNIFORM[0] < kurtosis < _UNIFORM[1] else "non_gaussian"
+            yield Finding(f"{kind}_initial_noise", f"{name}, excess kurtosis", kurtosis, limit)
+
+
+def _heads(case: _Case) -> Iterator[Finding]:
+    for site, (reference, candidate) in case.heads.items():
+        yield from _odd_heads(site, reference, candidate)
+
+
+def _odd_heads(site: str, reference: torch.Tensor, candidate: torch.Tensor) -> Iterator[Finding]:
+    gains = head_gains(reference, candidate)
+    relative = gains / gains.median()
+    for head in ((relative > _HEAD) | (relative < 1 / _HEAD)).nonzero().flatten().tolist():
+        yield Finding("head_scale", f"{site}, head {head}", float(relative[head]), _HEAD)
+
+
+_DETECTORS = (
+    _nan,
+    _black,
+    _frozen,
+    _clipping,
+    _silence,
+    _white,
+    _grid,
+    _swapped,
+    _shifted,
+    _seam,
+    _noise,
+    _heads,
+)
+
+
+def _cosine(case: _Case) -> CellCosine | None:
+    if case.latents is None or case.latents.final is None or not case.latents.final.isfinite().all():
+        return None
+    return adjacent_cell_cosine(case.latents.final, case.latents.patch)
+
+
+def _is_grid(cosine: CellCosine) -> bool:
+    return cosine.within == cosine.within and abs(cosine.within - cosine.across) > _GRID
+
+
+def _named_channels(audio: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    channels = audio.detach().float().flatten(0, -2)
+    names = ("left channel", "right channel") if len(channels) == 2 else [f"channel {n}" for n in range(len(channels))]
+    return list(zip(names, channels, strict=True))
+
+
+def _box(wrong: torch.Tensor, name: str) -> str:
+    """The smallest box that holds every true element, in words."""
+    axes = {"video": ("frames", "", "rows", "columns"), "audio": ("channels", "samples")}.get(name)
+    if axes is None:
+        axes = ("channels", "frames", "rows", "columns")[: wrong.ndim - 1]
+    found = []
+    for dim, axis in enumerate(axes, wrong.ndim - len(axes)):
+        others = [other for other in range(wrong.ndim) if other != dim]
+        at = wrong.any(others).nonzero().flatten() if others else wrong.nonzero().flatten()
+        if axis:
+            found.append(f"{axis} {int(at[0])}-{int(at[-1])}")
+    return ", ".join(found)

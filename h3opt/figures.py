@@ -1,0 +1,160 @@
+"""Pictures of a comparison as PNG: charts drawn by matplotlib, frames and heat maps."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from h3opt.errors import MissingDependencyError
+from h3opt.latents import LatentTrace
+from h3opt.picture import frames_of
+from h3opt.sound import spectrogram_db
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_LEAST_DB = -100.0
+_LINES: tuple[dict[str, Any], ...] = (
+    {"color": "#0b3c5d"},
+    {"color": "#b3541e", "linestyle": "--"},
+)  # told apart in grey
+
+
+def check_figures() -> None:
+    """Refuse before the work what could not be drawn after it.
+
+    Raises:
+        MissingDependencyError: matplotlib or Pillow is not installed.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"The report page needs matplotlib and Pillow ({error}). Run pip install 'h3opt[report]'."
+        ) from error
+
+
+def lpips_chart(per_frame: Sequence[float], floor: tuple[float, float] | None) -> bytes:
+    """LPIPS of every frame, over the noise floor as a band.
+
+    Args:
+        per_frame: LPIPS.
+        floor: the floor's mean and its worst frame; ``None`` where none was measured.
+    """
+
+    def draw(axes: Any) -> None:
+        if floor is not None:
+            mean, worst = floor
+            axes.axhspan(0, worst, color="#c8d5dd", label=f"noise floor, worst frame {worst:.2g}")
+            axes.axhspan(0, mean, color="#9fb6c3", label=f"noise floor, mean {mean:.2g}")
+        axes.plot(per_frame, label="optimized", **_LINES[0])
+        axes.set(xlabel="frame", ylabel="LPIPS to the unmodified clip", xlim=(0, max(len(per_frame) - 1, 1)))
+        axes.set_ylim(bottom=0)
+        axes.legend(loc="best", fontsize=8)
+
+    return _chart(draw)
+
+
+def waveforms(reference: torch.Tensor, candidate: torch.Tensor, sampling_rate: int) -> bytes:
+    """Both clips' sound and their difference, a row for each channel; ``[1, channels, samples]``."""
+    left, right = (audio.detach().cpu().float().flatten(0, -2) for audio in (reference, candidate))
+    figure, rows = _subplots(len(left), 1, 1.8)
+    seconds = torch.arange(left.shape[-1]) / sampling_rate
+    step = max(1, left.shape[-1] // 4000)  # more points than pixels show nothing
+    for number, axes in enumerate(rows):
+        for name, wave, line in (("unmodified", left, _LINES[0]), ("optimized", right, _LINES[1])):
+            axes.plot(seconds[::step], wave[number][::step], label=name, linewidth=0.7, **line)
+        difference = (right - left)[number][::step]
+        axes.plot(seconds[::step], difference, label="difference", linewidth=0.7, color="#555555", linestyle=":")
+        axes.set(ylabel=_channel(number, len(left)), xlim=(0, float(seconds[-1]) or 1.0))
+    rows[0].legend(loc="upper right", fontsize=8, ncols=3)
+    rows[-1].set_xlabel("seconds")
+    return _png(figure)
+
+
+def spectrograms(reference: torch.Tensor, candidate: torch.Tensor, sampling_rate: int) -> bytes:
+    """Spectrograms of both clips' sound, a row for each channel; ``[1, channels, samples]``."""
+    clips = [audio.detach().cpu().flatten(0, -2) for audio in (reference, candidate)]
+    figure, rows = _subplots(len(clips[0]), 2, 2.2)
+    extent = (0.0, clips[0].shape[-1] / sampling_rate, 0.0, sampling_rate / 2000)
+    for number, pair in enumerate(rows):
+        for name, clip, axes in zip(("unmodified", "optimized"), clips, pair, strict=True):
+            picture = spectrogram_db(clip[number]).nan_to_num(_LEAST_DB)
+            axes.imshow(picture, origin="lower", aspect="auto", extent=extent, vmin=_LEAST_DB, vmax=0, cmap="cividis")
+            axes.set(title=f"{name}, {_channel(number, len(rows))}", ylabel="kHz", xlabel="seconds")
+    return _png(figure)
+
+
+def latent_chart(reference: LatentTrace, candidate: LatentTrace) -> bytes:
+    """What every denoising step changes, in both clips: root mean squares of video and audio latents."""
+    figure, rows = _subplots(1, 2, 2.2)
+    for stream, axes in zip(("video", "audio"), rows[0], strict=True):
+        for name, trace, line in (("unmodified", reference, _LINES[0]), ("optimized", candidate, _LINES[1])):
+            steps = range(1, len(trace.steps) + 1)
+            axes.plot(steps, [step[f"{stream}_motion"] for step in trace.steps], marker="o", label=name, **line)
+        axes.set(title=f"{stream} latents", xlabel="step", ylabel="change", xticks=steps)
+    rows[0][0].legend(fontsize=8)
+    return _png(figure)
+
+
+def frame_png(frame: torch.Tensor, width: int) -> bytes:
+    """``[3, height, width]`` in [0, 1] as a picture no wider than ``width``; NaN is magenta."""
+    pixels = frame.detach().cpu().float()
+    missing = pixels.isnan().any(0)
+    pixels = torch.where(missing, torch.tensor([1.0, 0.0, 1.0]).view(3, 1, 1), pixels.nan_to_num(0.0).clamp(0, 1))
+    return _image(pixels.mul(255).round().to(torch.uint8).permute(1, 2, 0), width)
+
+
+def heat_png(reference: torch.Tensor, candidate: torch.Tensor, full: float, width: int) -> bytes:
+    """Where two frames ``[3, height, width]`` differ: black for equal, yellow for a difference of ``full``."""
+    from matplotlib import colormaps
+
+    difference = (candidate.float() - reference.float()).abs().amax(0).cpu().nan_to_num(full)
+    shaded = colormaps["inferno"]((difference / full).clamp(0, 1).numpy())
+    return _image(torch.from_numpy(shaded[..., :3]).mul(255).round().to(torch.uint8), width)
+
+
+def largest_difference(reference: torch.Tensor, candidate: torch.Tensor, frames: Sequence[int]) -> float:
+    """The largest difference of a channel in the given frames; what heat maps are scaled by."""
+    left, right = frames_of(reference), frames_of(candidate)
+    found = max(float((right[n].float() - left[n].float()).abs().nan_to_num(0.0).max()) for n in frames)
+    return found or 1.0
+
+
+def _chart(draw: Callable[[Any], None]) -> bytes:
+    figure, rows = _subplots(1, 1, 2.6)
+    draw(rows[0])
+    return _png(figure)
+
+
+def _subplots(rows: int, columns: int, height: float) -> tuple[Figure, Any]:
+    from matplotlib.figure import Figure  # not pyplot: no window system, no global state
+
+    figure = Figure(figsize=(8, height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    return figure, axes if columns > 1 else axes[:, 0]
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return buffer.getvalue()
+
+
+def _image(pixels: torch.Tensor, width: int) -> bytes:
+    from PIL import Image
+
+    image = Image.fromarray(pixels.contiguous().numpy())
+    if image.width > width:
+        image = image.resize((width, max(1, round(image.height * width / image.width))), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG", optimize=True)
+    return buffer.getvalue()
+
+
+def _channel(number: int, of: int) -> str:
+    return ("left", "right")[number] if of == 2 else f"channel {number}"

@@ -1,0 +1,172 @@
+"""Pages for people: a report to look at and listen to, and a blind vote. Each is one HTML file that needs no other."""
+
+from __future__ import annotations
+
+import base64
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from h3opt.difference import CONFIDENCE
+from h3opt.errors import MissingDependencyError, PipelineError
+from h3opt.faults import FAULTS
+from h3opt.figures import (
+    check_figures,
+    frame_png,
+    heat_png,
+    largest_difference,
+    latent_chart,
+    lpips_chart,
+    spectrograms,
+    waveforms,
+)
+from h3opt.generation import Media
+from h3opt.media import whole_file, write_mp4
+from h3opt.picture import frames_of
+from h3opt.quality import bits_equal, lpips_per_frame
+from h3opt.verdict import Verdict
+
+_FRAMES, _FRAME_WIDTH = 9, 480  # shown side by side; a page of full-size frames would be hundreds of megabytes
+
+
+def check_page(path: Path) -> None:
+    """Make the folder a page goes into, and refuse before the work what could not be written after it.
+
+    Raises:
+        PipelineError: the folder cannot be made.
+        MissingDependencyError: a package that pages need is not installed.
+    """
+    check_figures()
+    _template("report.html")
+    try:
+        import av  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(f"Pages need PyAV ({error}). Run pip install 'h3opt[report]'.") from error
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PipelineError(f"{path.parent} cannot be made: {error.strerror}. Give another path.") from error
+
+
+def write_report(path: Path, verdict: Verdict) -> None:
+    """Write the report page; it appears whole or not at all.
+
+    Args:
+        path: of the HTML file; its folder exists.
+        verdict: of :func:`h3opt.verify`. The clip that moved most is shown.
+
+    Raises:
+        PipelineError: the file cannot be written.
+        MissingDependencyError: jinja2, matplotlib, Pillow or PyAV is not installed.
+    """
+    reference, optimized = verdict.reference, verdict.optimized
+    equal = bool(bits_equal(reference.video, optimized.video))
+    count = frames_of(reference.video).shape[0]
+    lpips = [0.0] * count if equal else lpips_per_frame(reference.video, optimized.video).tolist()
+    floor = verdict.noise_floor
+    rate = reference.sampling_rate
+    data = verdict.to_dict()
+    _write(
+        path,
+        "report.html",
+        {
+            "verdict": verdict,
+            "data": data,
+            "settings": verdict.settings[verdict.shown],
+            "media": [("unmodified", _mp4(reference)), ("optimized", _mp4(optimized))],
+            "frames": _frames(reference, optimized, lpips),
+            "heat_scale": largest_difference(reference.video, optimized.video, _chosen(lpips)),
+            "charts": {
+                "lpips": _png(lpips_chart(lpips, (floor.lpips, floor.worst_frame_lpips) if floor else None)),
+                "waveforms": _png(waveforms(reference.audio, optimized.audio, rate)),
+                "spectrograms": _png(spectrograms(reference.audio, optimized.audio, rate)),
+                "latents": _png(latent_chart(*verdict.traces)) if verdict.traces else None,
+            },
+            "worst_frame": _worst_frame(lpips),
+            "faults": FAULTS,
+            "confidence": CONFIDENCE,
+        },
+    )
+
+
+def write_blind(path: Path, verdict: Verdict) -> None:
+    """Write a page that shows pairs in random order and counts votes; it appears whole or not at all.
+
+    Pairs whose bits are equal are left out: nobody can vote on them.
+
+    Args:
+        path: of the HTML file; its folder exists.
+        verdict: of :func:`h3opt.verify`; every clip is one pair.
+
+    Raises:
+        PipelineError: the file cannot be written.
+        MissingDependencyError: jinja2 or PyAV is not installed.
+    """
+    pairs = verdict.pairs or [(verdict.reference, verdict.optimized)]
+    asked = []
+    for settings, (reference, optimized) in zip(verdict.settings, pairs, strict=True):
+        if bits_equal(reference.video, optimized.video) and bits_equal(reference.audio, optimized.audio):
+            continue
+        label = f"{settings.prompt} (seed {settings.seed})"
+        asked.append({"label": label, "unmodified": _mp4(reference), "optimized": _mp4(optimized)})
+    _write(path, "blind.html", {"pairs": asked, "equal": len(pairs) - len(asked), "confidence": CONFIDENCE})
+
+
+def _write(path: Path, template: str, values: dict[str, Any]) -> None:
+    text = _template(template).render(values)
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def _template(name: str) -> Any:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise MissingDependencyError(f"Pages need jinja2 ({error}). Run pip install 'h3opt[report]'.") from error
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("h3opt"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name)
+
+
+def _chosen(lpips: list[float]) -> list[int]:
+    """Evenly spaced frames, and the worst one."""
+    last = len(lpips) - 1
+    even = {round(number * last / (_FRAMES - 1)) for number in range(_FRAMES)}
+    return sorted(even | {_worst_frame(lpips)})
+
+
+def _worst_frame(lpips: list[float]) -> int:
+    return max(range(len(lpips)), key=lambda frame: math.inf if math.isnan(lpips[frame]) else lpips[frame])
+
+
+def _frames(reference: Media, optimized: Media, lpips: list[float]) -> list[dict[str, Any]]:
+    left, right = frames_of(reference.video), frames_of(optimized.video)
+    chosen = _chosen(lpips)
+    full = largest_difference(reference.video, optimized.video, chosen)
+    return [
+        {
+            "number": frame,
+            "lpips": lpips[frame] if math.isfinite(lpips[frame]) else None,
+            "unmodified": _png(frame_png(left[frame], _FRAME_WIDTH)),
+            "optimized": _png(frame_png(right[frame], _FRAME_WIDTH)),
+            "heat": _png(heat_png(left[frame], right[frame], full, _FRAME_WIDTH)),
+        }
+        for frame in chosen
+    ]
+
+
+def _mp4(media: Media) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "clip.mp4"
+        write_mp4(file, media.video, media.audio, media.sampling_rate)
+        return "data:video/mp4;base64," + base64.b64encode(file.read_bytes()).decode("ascii")
+
+
+def _png(picture: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(picture).decode("ascii")

@@ -1,0 +1,208 @@
+"""What a verification found: one entry per pass, and the comparisons with the unmodified pipeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from h3opt.difference import Difference, Spread, spreads
+from h3opt.environment import versions
+from h3opt.faults import Finding
+from h3opt.generation import GenerationSettings, Media
+from h3opt.latents import LatentTrace
+from h3opt.promises import Promise
+from h3opt.report import Report
+
+if TYPE_CHECKING:
+    from h3opt.bisection import Culprit
+
+
+@dataclass(frozen=True)
+class PassVerdict:
+    """One pass, judged.
+
+    Attributes:
+        name, kind, promise: as registered.
+        counts: matched/expected sites.
+        difference: from the generation without it; of several clips, the worst of each measure.
+        held: whether the promise held; ``None`` for a pass that declined.
+        declined: why it declined.
+        seconds: of the generation with it, capture included.
+        differences: of each clip.
+        of_floor: ``difference`` as a multiple of the noise floor; ``None`` where none was measured.
+        left_out: from all passes on to all but this one; ``None`` unless asked for.
+        left_out_failed: why the rest does not run without it.
+        culprit: what moved first, if the promise broke and was bisected.
+    """
+
+    name: str
+    kind: str
+    promise: Promise
+    counts: str
+    difference: Difference
+    held: bool | None
+    declined: str | None
+    seconds: float
+    differences: Sequence[Difference] = ()
+    of_floor: float | None = None
+    left_out: Difference | None = None
+    left_out_failed: str | None = None
+    culprit: Culprit | None = None
+
+    @property
+    def measured(self) -> str:
+        """In the promise's own terms."""
+        return f"declined: {self.declined}" if self.declined else str(self.difference)
+
+    @property
+    def floor_words(self) -> str:
+        """``of_floor`` as a sentence's end, e.g. ``0.4 of the noise floor``; empty where there is none."""
+        if self.of_floor is None or self.declined or self.difference.equal:
+            return ""
+        return f"{self.of_floor:.2g} of the noise floor" if math.isfinite(self.of_floor) else "beyond any noise floor"
+
+    @property
+    def tried(self) -> bool:
+        """Whether the rest was run without it."""
+        return self.left_out is not None or self.left_out_failed is not None
+
+    @property
+    def spread(self) -> dict[str, Spread]:
+        """Worst, mean and bound of each measure over the clips; empty for a single clip."""
+        return spreads(self.differences) if len(self.differences) > 1 else {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready types, but for what is not finite."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "promise": str(self.promise),
+            "sites": self.counts,
+            "held": self.held,
+            "declined": self.declined,
+            "measured": self.measured,
+            "of_noise_floor": self.of_floor,
+            "difference": asdict(self.difference),
+            "spread": {name: asdict(one) for name, one in self.spread.items()},
+            "left_out": asdict(self.left_out) if self.left_out else None,
+            "left_out_failed": self.left_out_failed,
+            "culprit": self.culprit.to_dict() if self.culprit else None,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass
+class Verdict:
+    """What :func:`h3opt.verify` found. Raises nothing; says all.
+
+    Attributes:
+        passes: one entry per pass, in the order they were added.
+        capture: captured but with no pass on, against the unmodified pipeline.
+        exact_set: the Exact passes that need no other pass, together, against the unmodified pipeline.
+        all_passes: everything on, against the unmodified pipeline.
+        noise_floor: how far the unmodified pipeline moves by itself; ``None`` if no pass needed it.
+        reference, optimized: the media of the clip that moved most, with everything on.
+        reference_seconds, optimized_seconds: of one generation; the optimized one has its graphs already.
+        report: the report of the pipeline with everything on.
+        settings: what was generated, one a clip.
+        differences: of each clip, everything on against the unmodified pipeline.
+        shown: which clip ``reference`` and ``optimized`` are.
+        pairs: (unmodified, optimized) of each clip.
+        traces: latents of the shown clip, unmodified and optimized.
+        faults: (clip, finding) for what the optimized clips have and the unmodified ones do not.
+        reference_faults: (clip, finding) for what the unmodified clips have.
+        environment: see :func:`h3opt.environment.environment`.
+    """
+
+    passes: list[PassVerdict]
+    capture: Difference
+    exact_set: Difference | None
+    exact_names: list[str]
+    all_passes: Difference
+    noise_floor: Difference | None
+    reference: Media
+    optimized: Media
+    reference_seconds: float
+    optimized_seconds: float
+    report: Report
+    settings: list[GenerationSettings] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    shown: int = 0
+    pairs: list[tuple[Media, Media]] = field(default_factory=list)
+    traces: tuple[LatentTrace, LatentTrace] | None = None
+    faults: list[tuple[int, Finding]] = field(default_factory=list)
+    reference_faults: list[tuple[int, Finding]] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def held(self) -> bool:
+        """Whether capture and the Exact set gave the unmodified bits, every promise held and no fault appeared."""
+        exact = self.exact_set is None or self.exact_set.equal
+        return exact and self.capture_equal and not self.faults and all(one.held is not False for one in self.passes)
+
+    @property
+    def capture_equal(self) -> bool:
+        """Whether the captured pipeline without passes gives the unmodified bits (asserted for ``direct`` only)."""
+        return self.capture.equal or self.report.executor != "direct"
+
+    @property
+    def moved(self) -> list[str]:
+        """The passes that changed any bit of the output."""
+        return [one.name for one in self.passes if not one.difference.equal]
+
+    @property
+    def broken(self) -> list[str]:
+        """The passes whose promise did not hold."""
+        return [one.name for one in self.passes if one.held is False]
+
+    @property
+    def of_floor(self) -> float | None:
+        """``all_passes`` as a multiple of the noise floor."""
+        return None if self.noise_floor is None else self.all_passes.over(self.noise_floor)
+
+    @property
+    def spread(self) -> dict[str, Spread]:
+        """Worst, mean and bound of each measure over the clips, everything on; empty for a single clip."""
+        return spreads(self.differences) if len(self.differences) > 1 else {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready types, media left out; what is not finite becomes ``None``."""
+        return _finite(
+            {
+                "held": self.held,
+                "moved": self.moved,
+                "broken": self.broken,
+                "passes": [one.to_dict() for one in self.passes],
+                "capture": asdict(self.capture),
+                "exact_set": {"passes": self.exact_names, **asdict(self.exact_set)} if self.exact_set else None,
+                "all_passes": asdict(self.all_passes),
+                "all_passes_of_noise_floor": self.of_floor,
+                "spread": {name: asdict(one) for name, one in self.spread.items()},
+                "noise_floor": asdict(self.noise_floor) if self.noise_floor else None,
+                "faults": [{"clip": clip, **one.to_dict()} for clip, one in self.faults],
+                "reference_faults": [{"clip": clip, **one.to_dict()} for clip, one in self.reference_faults],
+                "latents": self._latents(),
+                "reference_seconds": round(self.reference_seconds, 3),
+                "optimized_seconds": round(self.optimized_seconds, 3),
+                "report": self.report.to_dict(),
+                "settings": [one.to_dict() for one in self.settings],
+                "environment": self.environment,
+                "versions": versions(),
+            }
+        )
+
+    def _latents(self) -> dict[str, Any] | None:
+        if self.traces is None:
+            return None
+        reference, optimized = self.traces
+        return {"reference": reference.to_dict(), "optimized": optimized.to_dict()}
+
+
+def _finite(found: Any) -> Any:
+    if isinstance(found, dict):
+        return {name: _finite(item) for name, item in found.items()}
+    if isinstance(found, (list, tuple)):
+        return [_finite(item) for item in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found

@@ -1,0 +1,242 @@
+"""Every planted fault is reported by name, and clean clips raise nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from h3opt.errors import PipelineError
+from h3opt.faults import FAULTS, find_faults, head_gains
+from h3opt.generation import Media
+from h3opt.latents import LatentTrace
+
+FRAMES, HEIGHT, WIDTH, RATE, FPS = 48, 64, 96, 16000, 24
+BORDERS = ([32], [40, 56])
+
+
+def clip(seed: int, noise: float = 0.0) -> Media:
+    """A shape that moves over a shaded ground, and a tone in each ear that swells when it turns round."""
+    draw = torch.Generator().manual_seed(seed)
+    r = torch.rand(12, generator=draw).tolist()
+    time = torch.arange(FRAMES) / FPS
+    y, x = torch.meshgrid(torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij")
+    ground = torch.stack([0.2 + 0.3 * c * y / HEIGHT + 0.3 * (1 - c) * x / WIDTH for c in r[:3]])
+    ground = ground + 0.05 * torch.sin(x * (0.1 + r[3])) * torch.cos(y * (0.1 + r[4]))
+    turn = 2 * math.pi * (0.4 + r[5]) * time + 6 * r[6]  # it goes round and never stands still
+    cx, cy = WIDTH * (0.5 + 0.3 * torch.sin(turn)), HEIGHT * (0.5 + (0.2 + 0.1 * r[7]) * torch.cos(turn))
+    distance = ((x - cx[:, None, None]) ** 2 + (y - cy[:, None, None]) ** 2).sqrt()
+    mask = (8 + 8 * r[9] - distance).clamp(0, 1)[:, None]
+    colour = torch.tensor([r[10], 1 - r[10], r[11]]).view(1, 3, 1, 1)
+    video = ground * (1 - mask) + colour * mask
+    at = torch.arange(RATE * FRAMES // FPS) / RATE
+    swell = 0.1 + 0.4 * torch.sin(math.pi * (1 + r[5]) * at + r[6]) ** 8
+    left = swell * torch.sin(2 * math.pi * (200 + 600 * r[0]) * at)
+    right = swell.flip(0) * torch.sin(2 * math.pi * (200 + 600 * r[1]) * at)
+    audio = torch.stack([left, right])
+    video = (video + noise * torch.randn(video.shape, generator=draw)).clamp(0, 1)
+    audio = audio + noise * 0.1 * torch.randn(audio.shape, generator=draw)
+    return Media(video[None], audio[None], RATE)
+
+
+def trace(seed: int) -> LatentTrace:
+    """Gaussian noise to start from, and smooth latents at the end."""
+    draw = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(1, 24, 5, 3, 4, generator=draw)
+    final = torch.nn.functional.interpolate(coarse, (10, 16, 24), mode="trilinear", align_corners=True)
+    final = final + 0.1 * torch.randn(final.shape, generator=draw)
+    return LatentTrace(torch.randn(600, 96, generator=draw), torch.randn(200, 32, generator=draw), final)
+
+
+def found(media: Media, seed: int = 0, **given: Any) -> set[str]:
+    given.setdefault("reference", clip(seed))
+    return {one.name for one in find_faults(media, latents=given.pop("latents", trace(seed)), borders=BORDERS, **given)}
+
+
+def with_video(media: Media, edit: Any) -> Media:
+    video = media.video.clone()
+    edit(video[0])
+    return dataclasses.replace(media, video=video)
+
+
+def with_audio(media: Media, audio: torch.Tensor) -> Media:
+    return dataclasses.replace(media, audio=audio)
+
+
+# --- clean -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_clean_clip_raises_nothing(seed):
+    assert find_faults(clip(seed), latents=trace(seed), borders=BORDERS) == []
+    nearly = clip(seed, noise=0.004)
+    assert find_faults(nearly, reference=clip(seed), latents=trace(seed), borders=BORDERS) == []
+    assert find_faults(nearly, reference=clip(seed)) == [], "every line is looked at"
+    heads = {"block 0": (torch.randn(40, 6, 16), torch.randn(40, 6, 16))}
+    heads["block 0"] = (heads["block 0"][0], heads["block 0"][0] + 0.05 * heads["block 0"][1])
+    assert find_faults(nearly, heads=heads) == []
+
+
+# --- planted ---------------------------------------------------------------------------------------------------
+
+
+def nan_in_a_tile(video):
+    video[3:5, :, 32:64, 56:96] = math.nan
+
+
+def freeze(video):
+    video[20] = video[19]
+
+
+def blacken(video):
+    video[7] = 0.0
+
+
+def brighten_beyond_the_border(video):
+    video[..., 56:] = video[..., 56:] * 0.8 + 0.2
+
+
+def brighten_slightly(video):
+    video[..., 56:] = video[..., 56:] * 0.98 + 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("nan", nan_in_a_tile),
+        ("frozen_frames", freeze),
+        ("black_frames", blacken),
+        ("seam", brighten_beyond_the_border),
+    ],
+)
+@pytest.mark.parametrize("alone", [False, True], ids=["against the reference", "alone"])
+def test_a_fault_of_the_picture_is_named(name, edit, alone):
+    for seed in range(3):
+        planted = with_video(clip(seed), edit)
+        names = found(planted, seed, **({"reference": None} if alone else {}))
+        assert names == {name}
+
+
+def test_against_a_reference_a_seam_too_weak_to_see_in_texture_is_named():
+    for seed in range(3):
+        assert found(with_video(clip(seed), brighten_slightly), seed) == {"seam"}
+        (finding,) = find_faults(with_video(clip(seed), brighten_slightly), reference=clip(seed))
+        assert finding.where == "column 56", "without borders every line is looked at"
+
+
+def test_a_nan_is_located():
+    (finding,) = find_faults(with_video(clip(0), nan_in_a_tile))
+    assert finding.where == "video, frames 3-4, rows 32-63, columns 56-95"
+    assert "nan: video" in str(finding) and finding.to_dict()["measured"] == 2 * 3 * 32 * 40
+    latents = trace(0)
+    assert latents.final is not None
+    latents.final[0, :, 2, 3, 4] = math.inf
+    (finding,) = find_faults(clip(0), latents=latents)
+    assert finding.where == "final video latents, channels 0-23, frames 2-2, rows 3-3, columns 4-4"
+
+
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("swapped_channels", lambda audio: audio.flip(1)),
+        ("av_shift", lambda audio: torch.nn.functional.pad(audio, (RATE // FPS, 0))[..., : audio.shape[-1]]),
+        ("av_shift", lambda audio: torch.nn.functional.pad(audio, (0, RATE // FPS))[..., RATE // FPS :]),
+        ("clipping", lambda audio: (audio * 20).clamp(-1, 1)),
+        ("silence", lambda audio: audio * torch.tensor([1.0, 0.0]).view(1, 2, 1)),
+        ("nan", lambda audio: torch.where(torch.arange(audio.shape[-1]) == 99, math.nan, audio)),
+    ],
+    ids=["swapped", "late", "early", "clipping", "silence", "nan"],
+)
+def test_a_fault_of_the_sound_is_named(name, edit):
+    for seed in range(3):
+        assert found(with_audio(clip(seed), edit(clip(seed).audio)), seed) == {name}
+
+
+def test_a_picture_that_comes_late_is_a_shift_too():
+    late = with_video(clip(1), lambda video: video.copy_(torch.cat([video[:1] * 0.99, video[:-1]])))
+    (finding,) = find_faults(late, reference=clip(1))
+    assert finding.name == "av_shift" and finding.measured == pytest.approx(-1.0, abs=0.1)
+    assert "early" in finding.where
+
+
+def white(latents):
+    latents.final = torch.randn(latents.final.shape, generator=torch.Generator().manual_seed(1))
+
+
+def patch_grid(latents):
+    coarse = torch.randn(1, 24, 10, 8, 12, generator=torch.Generator().manual_seed(1))
+    latents.final = coarse.repeat_interleave(2, 3).repeat_interleave(2, 4)
+
+
+def scrambled_within_patches(latents):
+    cells = latents.final.unflatten(3, (8, 2)).unflatten(5, (12, 2))
+    latents.final = cells.flip(4).flip(6).flatten(5, 6).flatten(3, 4) * torch.tensor([1.0, -1.0]).repeat(12)
+
+
+def uniform(latents):
+    latents.initial = (torch.rand(latents.initial.shape, generator=torch.Generator().manual_seed(1)) - 0.5) * 12**0.5
+
+
+def heavy_tailed(latents):
+    latents.audio_initial = latents.audio_initial**3
+
+
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("white_latents", white),
+        ("patch_grid_latents", patch_grid),
+        ("uniform_initial_noise", uniform),
+        ("non_gaussian_initial_noise", heavy_tailed),
+    ],
+)
+def test_a_fault_of_the_latents_is_named(name, edit):
+    for seed in range(3):
+        latents = trace(seed)
+        edit(latents)
+        assert found(clip(seed), seed, latents=latents) == {name}
+
+
+def test_a_head_scaled_by_two_is_named():
+    reference = torch.randn(1, 50, 8, 16, generator=torch.Generator().manual_seed(0))
+    candidate = reference + 0.05 * torch.randn(reference.shape, generator=torch.Generator().manual_seed(1))
+    candidate[:, :, 5] *= 2
+    (finding,) = find_faults(clip(0), heads={"block 3": (reference, candidate)})
+    assert finding.name == "head_scale" and finding.where == "block 3, head 5"
+    assert finding.measured == pytest.approx(2, rel=0.05)
+    candidate[:, :, 5] /= 4
+    (finding,) = find_faults(clip(0), heads={"block 3": (reference, candidate)})
+    assert finding.measured == pytest.approx(0.5, rel=0.05)
+    assert head_gains(reference, 3 * reference).tolist() == pytest.approx([3.0] * 8)
+
+
+def test_what_the_reference_has_too_is_not_reported():
+    still = with_video(clip(0), freeze)
+    assert find_faults(still, reference=still) == []
+    noisy = trace(0)
+    white(noisy)
+    assert found(clip(0), latents=noisy, reference_latents=noisy) == set()
+    assert found(clip(0), latents=noisy, reference_latents=trace(0)) == {"white_latents"}
+
+
+def test_every_name_is_documented_and_reported_somewhere_above():
+    planted = {mark.args[1][n][0] for test in TESTS for mark in marks(test) for n in range(len(mark.args[1]))}
+    assert planted | {"head_scale"} == set(FAULTS)
+
+
+def marks(test):
+    return [mark for mark in test.pytestmark if mark.args[0] == ("name", "edit")]
+
+
+TESTS = (test_a_fault_of_the_picture_is_named, test_a_fault_of_the_sound_is_named, test_a_fault_of_the_latents_is_named)
+
+
+def test_clips_of_different_length_are_refused():
+    short = Media(clip(0).video[:, :-1], clip(0).audio, RATE)
+    with pytest.raises(PipelineError, match="Compare clips of one request"):
+        find_faults(short, reference=clip(0))
+    with pytest.raises(PipelineError, match="audio"):
+        find_faults(Media(clip(0).video, clip(0).audio[..., :-5], RATE), reference=clip(0))

@@ -1,0 +1,349 @@
+"""The report page and the blind vote: structure everywhere, behaviour in a real browser where there is one."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import html.parser
+import io
+import json
+import math
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+import torch
+from chromium import BROWSER, NO_BROWSER, Page, chromium
+from PIL import Image
+
+from h3opt.difference import Difference
+from h3opt.environment import environment
+from h3opt.errors import MissingDependencyError, PipelineError
+from h3opt.faults import Finding
+from h3opt.generation import GenerationSettings, Media
+from h3opt.latents import LatentTrace
+from h3opt.page import check_page, write_blind, write_report
+from h3opt.promises import Exact, Perceptual
+from h3opt.report import Report
+from h3opt.verdict import PassVerdict, Verdict
+
+MOVED = Difference(5, 7, 0.0123, 40.0, 61.1, 0.03, 0.98, 0.002, 61.0, 0.3, 0.0)
+FLOOR = Difference(5, 7, 0.02, 45.0, 60.0, 0.04)
+PROMPT = 'A <b>fox</b> & "snow" </script><script>alert(1)</script>'
+
+
+def clip(seed: int) -> Media:
+    """Two seconds of moving stripes and a tone."""
+    frames, rate = 48, 16000
+    time, x = torch.arange(frames).view(-1, 1, 1, 1), torch.arange(96).view(1, 1, 1, -1)
+    video = (0.5 + 0.4 * torch.sin((x + 2 * time) / 7 + seed)).expand(frames, 3, 64, 96)
+    tone = 0.3 * torch.sin(2 * math.pi * (330 + seed) * torch.arange(2 * rate) / rate)
+    return Media(video[None].contiguous(), tone.expand(1, 2, -1).contiguous(), rate)
+
+
+def trace() -> LatentTrace:
+    steps = [{"video": 1.0, "audio": 1.0, "video_motion": 0.1 * n, "audio_motion": 0.2} for n in range(3)]
+    return LatentTrace(final=torch.ones(1, 24, 2, 4, 6), steps=steps)
+
+
+def verdict(clips: int = 2, **changed: Any) -> Verdict:
+    pairs = [(clip(seed), clip(seed + 1)) for seed in range(clips)]
+    differences = [dataclasses.replace(MOVED, lpips=0.0123 - 0.001 * n) for n in range(clips)]
+    passes = [
+        PassVerdict(
+            "fused_swiglu", "graph", Exact(), "12/12", Difference(), True, None, 1.2, [Difference()] * clips, 0.0
+        ),
+        PassVerdict(
+            "fp8_linear", "format", Perceptual(0.03, 40), "8/8", MOVED, True, None, 1.5, differences, 0.6, MOVED
+        ),
+        PassVerdict("tile_batch", "schedule", Exact(), "–", Difference(), None, "needs <SM89>", 0.5),
+    ]
+    found = Verdict(
+        passes, Difference(), Difference(), ["fused_swiglu"], MOVED, FLOOR, *pairs[0], 2.0, 1.0,
+        Report("cpu", "cpu", "direct", "block", notices=["A notice."]),
+        [GenerationSettings(prompt=PROMPT, seed=seed) for seed in range(clips)],
+        differences, 0, pairs, (trace(), trace()), environment=environment("cpu"),
+    )  # fmt: skip
+    return dataclasses.replace(found, **changed)
+
+
+class Structure(html.parser.HTMLParser):
+    """Elements, and whether all that open close."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "img", "input", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        if "script" not in self.open and "style" not in self.open:
+            self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    write_report(folder / "report.html", verdict())
+    write_blind(folder / "blind.html", verdict())
+    return folder / "report.html", folder / "blind.html"
+
+
+# --- structure -------------------------------------------------------------------------------------------------
+
+
+def test_pages_are_whole_need_no_other_file_and_take_no_markup_from_prompts(pages):
+    for file in pages:
+        text = file.read_text(encoding="utf-8")
+        page = Structure(text)
+        assert page.open == [] and "alert(1)</script>" not in text
+        for _, attributes in page.elements:
+            for name in ("src", "href"):
+                value = attributes.get(name) or "#"
+                assert value.startswith(("data:image/png;base64,", "data:video/mp4;base64,", "#")), value[:60]
+        assert not re.search(r"https?://|@import|url\(", text)
+        assert any("default-src 'none'" in (one.get("content") or "") for one in page.all("meta"))
+        assert [one.get("lang") for one in page.all("html")] == ["en"] and len(page.all("h1")) == 1
+
+
+def test_the_report_says_all_it_must(pages):
+    page = Structure(pages[0].read_text(encoding="utf-8"))
+    words = " ".join(page.text.split())
+    for expected in (
+        "all promises held", "A <b>fox</b>", "seed 0", "LPIPS 0.0123", "worst frame 0.03", "0.88 of the noise floor",
+        "fp8_linear", "LPIPS ≤ 0.03, audio ≥ 40 dB", "needs <SM89>", "declined", "noise floor", "A notice.",
+        "executor direct", "torch", "diffusers", "Student t", "None that the unmodified clip does not have",
+        "Neighbouring cells", "matmul precision",
+    ):  # fmt: skip
+        assert expected in words, expected
+    videos = page.all("video")
+    assert [one["aria-label"] for one in videos] == ["unmodified clip", "optimized clip"]
+    assert all("controls" in one for one in videos)
+    assert all(one.get("alt") is not None for one in page.all("img"))
+    assert all("scope" in one for one in page.all("th"))
+
+
+def test_frames_heat_maps_and_clips_are_what_they_say(pages):
+    text = pages[0].read_text(encoding="utf-8")
+    frames = json.loads(re.search(r'id="frame-data">(.*?)</script>', text, re.S).group(1))  # type: ignore[union-attr]
+    numbers = [one["number"] for one in frames]
+    assert numbers[0] == 0 and numbers[-1] == 47 and len(numbers) >= 9
+    for name, expected in (("unmodified", clip(0)), ("optimized", clip(1))):
+        picture = image(frames[3][name])
+        assert picture.size == (96, 64)
+        level = picture.getpixel((5, 5))[0] / 255
+        assert level == pytest.approx(expected.video[0, numbers[3], 0, 5, 5].item(), abs=0.01)
+    heat = image(frames[3]["heat"]).convert("L")
+    difference = (clip(1).video - clip(0).video)[0, numbers[3], 0].abs()
+    hot, cold = difference[0].argmax().item(), difference[0].argmin().item()
+    assert heat.getpixel((hot, 0)) > heat.getpixel((cold, 0)) + 50
+    for one in Structure(text).all("video"):
+        data = base64.b64decode((one["src"] or "").partition(",")[2])
+        with av.open(io.BytesIO(data)) as container:
+            assert {stream.codec_context.name for stream in container.streams} == {"h264", "aac"}
+
+
+def image(source: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))).convert("RGB")
+
+
+def test_a_broken_promise_a_fault_and_nan_are_shown(tmp_path):
+    video = clip(1).video.clone()
+    video[0, 5, :, 3:9, 3:9] = math.nan
+    broken = dataclasses.replace(verdict().passes[1], held=False)
+    found = verdict(
+        1,
+        optimized=Media(video, clip(1).audio, 16000),
+        passes=[broken],
+        all_passes=dataclasses.replace(MOVED, lpips=math.nan),
+        faults=[(0, Finding("nan", "video, frames 5-5", 108, 0))],
+    )
+    write_report(tmp_path / "r.html", found)
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    words = " ".join(Structure(text).text.split())
+    assert "promise broken by fp8_linear" in words and "nan: video, frames 5-5" in words and "BROKEN" in words
+    frames = json.loads(re.search(r'id="frame-data">(.*?)</script>', text, re.S).group(1))  # type: ignore[union-attr]
+    (worst,) = [one for one in frames if one["number"] == 5]
+    assert worst["lpips"] is None and image(worst["optimized"]).getpixel((5, 5)) == (255, 0, 255)
+
+
+def test_equal_clips_make_a_report_and_nothing_to_vote_on(tmp_path):
+    same = verdict(1, pairs=[(clip(0), clip(0))], optimized=clip(0), all_passes=Difference(), traces=None)
+    write_report(tmp_path / "r.html", same)
+    assert "equal bit for bit" in Structure((tmp_path / "r.html").read_text(encoding="utf-8")).text
+    write_blind(tmp_path / "b.html", same)
+    page = Structure((tmp_path / "b.html").read_text(encoding="utf-8"))
+    assert "nothing to vote on" in page.text and page.all("script") == []
+
+
+def test_the_blind_page_does_not_show_which_is_which(pages):
+    words = Structure(pages[1].read_text(encoding="utf-8")).text
+    assert "Left is better" in words and "was better" not in words
+
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+
+def test_a_page_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    (tmp_path / "r.html").write_text("old")
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_report(tmp_path / "r.html", verdict(1))
+    assert (tmp_path / "r.html").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
+
+
+def interrupted(self: Path, text: str, encoding: str) -> None:
+    self.write_bytes(text.encode(encoding)[:1000])
+    raise KeyboardInterrupt
+
+
+def test_a_place_for_a_page_is_made_or_refused_before_the_work(tmp_path):
+    check_page(tmp_path / "new" / "report.html")
+    assert (tmp_path / "new").is_dir()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(PipelineError, match="cannot be made"):
+        check_page(tmp_path / "file" / "report.html")
+
+
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib", "av"])
+def test_a_missing_package_is_named_before_the_work(package, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    if package == "matplotlib":
+        monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(MissingDependencyError, match="pip install"):
+        check_page(tmp_path / "report.html")
+
+
+# --- in a browser ----------------------------------------------------------------------------------------------
+
+in_browser = pytest.mark.skipif(BROWSER is None, reason=NO_BROWSER)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Page]:
+    with chromium() as page:
+        yield page
+
+
+@in_browser
+def test_both_clips_play_together_from_the_keyboard(browser, pages):
+    browser.size(1280, 900)
+    browser.open(pages[0])
+    codecs = browser.js("document.createElement('video').canPlayType('video/mp4; codecs=\"avc1.64001f, mp4a.40.2\"')")
+    if not codecs:
+        pytest.skip("this browser was built without H.264 and AAC")
+    browser.wait("clips.every(clip => clip.readyState >= 2)")
+    assert browser.js("clips.map(clip => [clip.videoWidth, clip.videoHeight])") == [[96, 64], [96, 64]]
+    browser.press("p")
+    browser.wait("clips.every(clip => clip.currentTime > 0.2)")
+    assert browser.js("clips.map(clip => clip.error)") == [None, None] and browser.js("at('media-error').hidden")
+    assert browser.js("clips.map(clip => clip.muted)") == [False, True]
+    browser.press("s")
+    assert browser.js("clips.map(clip => clip.muted)") == [True, False]
+    browser.press("p")
+    assert browser.js("clips.every(clip => clip.paused)")
+
+
+@in_browser
+def test_frames_are_compared_side_by_side_flickering_and_by_difference(browser, pages):
+    browser.open(pages[0])
+    assert browser.js("[left.alt, right.alt, at('right-figure').hidden]") == [
+        "frame 0, unmodified", "frame 0, optimized", False,
+    ]  # fmt: skip
+    browser.js("slider.focus()")
+    browser.press("ArrowRight")
+    assert browser.js("left.alt") == f"frame {browser.js('frames[1].number')}, unmodified"
+    browser.press("3")
+    assert browser.js("[left.alt.includes('difference'), at('right-figure').hidden]") == [True, True]
+    browser.press("2")
+    for name in ("optimized", "unmodified"):
+        browser.wait(f"left.alt.endsWith({name!r})", 3)
+    assert browser.js("document.querySelector('[data-view=flicker]').getAttribute('aria-pressed')") == "true"
+    browser.press("1")
+    shown = browser.js("left.alt")
+    time.sleep(0.7)
+    assert browser.js("left.alt") == shown, "side by side does not flicker"
+
+
+@in_browser
+def test_every_control_is_reached_by_tab_and_shows_it(browser, pages):
+    browser.open(pages[0])
+    reached = []
+    for _ in range(25):
+        browser.press("Tab")
+        reached.append(browser.js("document.activeElement.id || document.activeElement.dataset.view || ''"))
+    for control in ("play", "sound", "side", "flicker", "heat", "frame", "video-unmodified", "video-optimized"):
+        assert control in reached, control
+    browser.js("at('play').focus({focusVisible: true})")
+    assert browser.js("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+@in_browser
+@pytest.mark.parametrize("number", [0, 1], ids=["report", "blind"])
+def test_a_small_screen_needs_no_sideways_scrolling(browser, pages, number):
+    browser.size(340, 700)
+    browser.open(pages[number])
+    assert browser.js("document.documentElement.scrollWidth <= innerWidth")
+    small = browser.js(
+        "[...document.querySelectorAll('button')].filter(b => b.offsetParent && b.offsetHeight < 44).length"
+    )
+    assert small == 0, "a finger needs 44 pixels"
+    browser.size(1280, 900)
+
+
+@in_browser
+def test_votes_by_keyboard_end_in_a_result_that_counts_them_right(browser, pages):
+    browser.open(pages[1])
+    assert browser.js("at('progress').textContent").startswith("Pair 1 of 2: A <b>fox</b>")
+    browser.press("2")
+    browser.press("u")
+    assert browser.js("votes.length") == 0
+    better = browser.js("order.map(one => one.leftIs === 'optimized' ? '1' : '2')")
+    for key in better:
+        browser.press(key)
+    summary = browser.js("at('summary').textContent")
+    assert "better 2 times, the unmodified one 0 times" in summary and "100.0 %" in summary
+    assert "between 15.8 % and 100.0 %" in summary, "0.025 ** (1 / 2)"
+    assert browser.js("document.activeElement.id") == "result"
+    browser.js("at('again').click()")
+    browser.press("0")
+    browser.press("0")
+    assert "no share to bound" in browser.js("at('summary').textContent")
+
+
+@in_browser
+def test_order_and_sides_are_drawn_anew(browser, pages):
+    browser.open(pages[1])
+    draws = browser.js(
+        "(() => { const seen = new Set(); for (let i = 0; i < 200; i++) { begin(); seen.add(JSON.stringify(order)); }"
+        " return seen.size; })()"
+    )
+    assert draws == 8, "two orders of two pairs, two sides each"
+
+
+@in_browser
+def test_the_bound_is_that_of_clopper_and_pearson(browser, pages):
+    from scipy.stats import binomtest
+
+    browser.open(pages[1])
+    for wins, of in ((0, 5), (5, 5), (8, 10), (13, 40), (250, 400)):
+        low, high = browser.js(f"binomialBound({wins}, {of}, 0.95)")
+        expected = binomtest(wins, of).proportion_ci(0.95, "exact")
+        assert (low, high) == pytest.approx((expected.low, expected.high), abs=1e-6)
+        assert browser.js(f"signTest({wins}, {of})") == pytest.approx(binomtest(wins, of).pvalue, rel=1e-6)
