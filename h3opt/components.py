@@ -158,8 +158,8 @@ class PipelineView:
 
         Args:
             step: one of :meth:`steps`.
-            wrapper: called as ``wrapper(proceed, components, state)``; ``proceed(components, state)`` goes on to the
-                step. Both return ``(components, state)``.
+            wrapper: called as ``wrapper(proceed, components, state, **loop)``; ``proceed``, called alike, goes on to
+                the step. Both return ``(components, state)``. ``loop`` has the variables of a loop the step is in.
             undo: takes the wrapper off; wrappers may be taken off in any order.
             innermost: put the wrapper next to the step.
         """
@@ -217,13 +217,13 @@ def _make_wrappable(step: Any) -> None:
     original = type(step)
     wrappers: list[StepWrapper] = []
 
-    def call(self: Any, components: Any, state: Any) -> Any:
-        def at(depth: int, components: Any, state: Any) -> Any:
+    def call(self: Any, components: Any, state: Any, **loop: Any) -> Any:  # steps inside a loop get its variables
+        def at(depth: int, components: Any, state: Any, **loop: Any) -> Any:
             if depth == 0:
-                return original.__call__(self, components, state)
-            return wrappers[depth - 1](lambda c, s: at(depth - 1, c, s), components, state)
+                return original.__call__(self, components, state, **loop)
+            return wrappers[depth - 1](lambda c, s, **v: at(depth - 1, c, s, **v), components, state, **loop)
 
-        return at(len(wrappers), components, state)
+        return at(len(wrappers), components, state, **loop)
 
     body = {"__call__": call, "__module__": original.__module__, "_wrappers": wrappers}
     step.__class__ = type(original.__name__, (original,), body)
