@@ -118,7 +118,8 @@ class TransformerBench:
             ratios = " | ".join(self._ratios(ms))
             lines.append(
                 f"| {arm.name} | {ms:.1f} | {ms / self.layers:.2f} | {ratios} | {arm.install_seconds:.1f} "
-                f"| {arm.first_call_seconds:.1f} | {arm.peak_gib:.1f} | {arm.differing} | {arm.error:.4f} | {arm.block_error:.4f} |"
+                f"| {arm.first_call_seconds:.1f} | {arm.peak_gib:.1f} | {arm.differing} | {arm.error:.4f} "
+                f"| {arm.block_error:.4f} |"
             )
         return "\n".join(lines)
 
@@ -166,8 +167,8 @@ class TransformerBench:
             ratios = self._ratios(ms)
             lines.append(
                 f"{arm.name:44s} {ms:9.2f} {ms / self.layers:7.2f} {ratios[0]:>8s} {ratios[1]:>9s} {ratios[2]:>9s} "
-                f"{arm.install_seconds:8.1f} {arm.first_call_seconds:8.1f} {arm.peak_gib:6.1f} {arm.differing:10d} {arm.error:8.4f} "
-                f"{arm.block_error:8.4f}"
+                f"{arm.install_seconds:8.1f} {arm.first_call_seconds:8.1f} {arm.peak_gib:6.1f} {arm.differing:10d} "
+                f"{arm.error:8.4f} {arm.block_error:8.4f}"
             )
         wrong = [
             f"{arm.name}: {kernel} ran {ran} times, not {expected}"
