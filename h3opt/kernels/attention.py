@@ -286,7 +286,13 @@ class _CudnnGraph:
 
 @functools.lru_cache(maxsize=16)
 def _cudnn_graph(shape: tuple[int, ...], fp8_out: bool, device: torch.device) -> _CudnnGraph:
-    return _CudnnGraph(shape, fp8_out, device)
+    try:
+        return _CudnnGraph(shape, fp8_out, device)
+    except Exception as error:  # cudnnGraphNotSupportedError, of a module that need not be there
+        raise DeviceError(
+            f"cuDNN has no FP8 attention for [batch, tokens, heads, head_dim] {list(shape)} here: "
+            f"{type(error).__name__}. Name another backend of fp8_attention."
+        ) from error
 
 
 atexit.register(_cudnn_graph.cache_clear)  # while cudnn is still there to be told
