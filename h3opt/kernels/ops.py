@@ -358,15 +358,24 @@ def _scaled_linear_cuda(q, q_scale, weight_q, weight_scale, bias, out_dtype):
     rows = q.reshape(-1, q.shape[-1]).contiguous()
     if not rows.shape[0]:
         return q.new_empty((*q.shape[:-1], weight_q.shape[0]), dtype=out_dtype)
-    out = torch._scaled_mm(
-        rows,
-        weight_q.contiguous().t(),
-        scale_a=q_scale.reshape(-1, 1),
-        scale_b=weight_scale.reshape(1, -1),
-        bias=bias,
-        out_dtype=out_dtype,
-        use_fast_accum=True,
-    )
+
+    def multiply(bias: Tensor | None) -> Tensor:
+        return torch._scaled_mm(
+            rows,
+            weight_q.contiguous().t(),
+            scale_a=q_scale.reshape(-1, 1),
+            scale_b=weight_scale.reshape(1, -1),
+            bias=bias,
+            out_dtype=out_dtype,
+            use_fast_accum=True,
+        )
+
+    try:
+        out = multiply(bias)
+    except RuntimeError as error:
+        if bias is None or "NOT_SUPPORTED" not in str(error):
+            raise
+        out = multiply(None).add_(bias)  # cuBLASLt refuses a bias for some shapes; this rounds once more
     return out.view(*q.shape[:-1], weight_q.shape[0])
 
 
