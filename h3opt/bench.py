@@ -42,7 +42,6 @@ class Arm:
     Attributes:
         name: as it stands in the table.
         milliseconds: of one forward, median over all rounds; one entry per round in ``rounds``.
-        host_milliseconds: what the host takes to enqueue one; the GPU waits for it where this is the larger one.
         install_seconds: to put the arm in place; weights that leave the GPU or change their format are most of it.
         first_call_seconds: of the first forward, capture and compilation included.
         peak_gib: most memory allocated during a forward.
@@ -57,7 +56,6 @@ class Arm:
 
     name: str
     rounds: list[float] = field(default_factory=list)
-    host_milliseconds: float | None = None
     install_seconds: float | None = None
     first_call_seconds: float | None = None
     peak_gib: float | None = None
@@ -126,9 +124,8 @@ class TransformerBench:
     def kernels_markdown(self) -> str:
         """Where the time of each arm goes, and at what rate."""
         lines = [
-            "| arm | attention ms (TFLOP/s) | GEMM ms (TFLOP/s) | h3opt kernels ms (of copy rate) | other ms "
-            "| host ms |",
-            "|---|---|---|---|---|---|",
+            "| arm | attention ms (TFLOP/s) | GEMM ms (TFLOP/s) | h3opt kernels ms (of copy rate) | other ms |",
+            "|---|---|---|---|---|",
         ]
         for arm in self.arms:
             if not arm.spent:
@@ -141,10 +138,7 @@ class TransformerBench:
             if arm.spent["h3opt"]:
                 share = arm.gib_moved * 2**30 / (arm.spent["h3opt"] / 1e3) / (self.copy_tb_per_s * 1e12)
                 moved = f"{arm.spent['h3opt']:.2f} ({share:.0%})"
-            lines.append(
-                f"| {arm.name} | {' | '.join(rates)} | {moved} | {arm.spent['other']:.2f} "
-                f"| {arm.host_milliseconds:.1f} |"
-            )
+            lines.append(f"| {arm.name} | {' | '.join(rates)} | {moved} | {arm.spent['other']:.2f} |")
         return "\n".join(lines)
 
     def _ratios(self, milliseconds: float) -> list[str]:
@@ -353,12 +347,10 @@ class _Bench:
     def _time(self, arm: Arm, forward: Callable[[], Any]) -> None:
         """Forwards back to back, as the denoising loop runs them: the host may run ahead of the GPU."""
         start, end = torch.cuda.Event(True), torch.cuda.Event(True)
-        began = time.perf_counter()
         start.record()
         for _ in range(self.forwards):
             forward()
         end.record()
-        arm.host_milliseconds = (time.perf_counter() - began) * 1e3 / self.forwards
         torch.cuda.synchronize()
         arm.rounds.append(start.elapsed_time(end) / self.forwards)
 

@@ -247,7 +247,8 @@ class _Attempt:
         elif not isinstance(found, Node) or found.op != "call_function" or found.target is not pattern.target:
             self._stop(state, f"{_name(found)} stands where {_name(pattern)} is expected")
         elif len(found.args) != len(pattern.args) or set(found.kwargs) != set(pattern.kwargs):
-            self._stop(state, f"{_name(found)} has other arguments than the pattern's {_name(pattern)}")
+            same_operator = {**state, pattern: found}
+            self._stop(same_operator, f"{_name(found)} has other arguments than the pattern's {_name(pattern)}")
         else:
             state = {**state, pattern: found}
             kwargs = [(pattern.kwargs[name], found.kwargs[name]) for name in pattern.kwargs]

@@ -99,21 +99,26 @@ def report_table(report: Report) -> Table:
 
 
 def verdict_table(verdict: Verdict) -> Table:
-    """What each pass did to picture and sound; reasons to decline are in :func:`verdict_lines`."""
-    table = _table("pass", "sites", "promise", "measured", "of floor", "", "s")
+    """What each pass did to picture and sound, in LPIPS, decibels and noise floors.
+
+    Reasons to decline are in :func:`verdict_lines`.
+    """
+    table = _table("pass", "kind", "sites", "promise", "measured", "floors", "", "s")
+    table.padding = (0, 1, 0, 0)
     styles = {True: ("held", "green"), False: ("BROKEN", "bold red"), None: ("declined", "yellow")}
     for one in verdict.passes:
         word, style = styles[one.held]
         table.add_row(
             one.name,
+            one.kind,
             one.counts,
             _short(str(one.promise)),
-            "–" if one.declined else _short(str(one.difference)),
+            "–" if one.declined else _short(str(one.difference)).removeprefix("LPIPS "),
             f"{one.of_floor:.2g}" if one.floor_words else "–",
             Text(word, style=style),
             f"{one.seconds:.1f}" if one.seconds < 10 else f"{one.seconds:.0f}",
         )
-    for column in table.columns[3:5]:  # promise and measure may take two lines, but not break inside a word
+    for column in table.columns[3:5]:  # in a narrow window these take two lines, but do not break inside a word
         column.no_wrap, column.min_width = False, 13
     table.columns[-1].justify = "right"
     return table

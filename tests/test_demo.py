@@ -153,10 +153,10 @@ def test_the_table_has_one_line_per_pass_on_a_hundred_columns() -> None:
     )
     lines = [" ".join(line.split()) for line in printed(verdict_table(verdict(*passes)))]
     assert lines[1:] == [
-        f"{longest} 12/12 LPIPS ≤ 0.03, ≥ 40 dB LPIPS 0.0123, 61.1 dB 0.4 held 12",
-        "fused_swiglu 12/12 exact bits equal – held 12",
-        "fp8_linear 12/12 LPIPS ≤ 0.03, ≥ 40 dB LPIPS 0.0123, 61.1 dB 0.4 BROKEN 12",
-        "tile_batch – LPIPS ≤ 0.03, ≥ 40 dB – – declined 12",
+        f"{longest} graph 12/12 LPIPS ≤ 0.03, ≥ 40 dB 0.0123, 61.1 dB 0.4 held 12",
+        "fused_swiglu graph 12/12 exact bits equal – held 12",
+        "fp8_linear graph 12/12 LPIPS ≤ 0.03, ≥ 40 dB 0.0123, 61.1 dB 0.4 BROKEN 12",
+        "tile_batch graph – LPIPS ≤ 0.03, ≥ 40 dB – – declined 12",
     ]
 
 
