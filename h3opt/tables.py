@@ -103,7 +103,7 @@ def verdict_table(verdict: Verdict) -> Table:
 
     Reasons to decline are in :func:`verdict_lines`.
     """
-    table = _table("pass", "kind", "sites", "promise", "measured", "floors", "", "s")
+    table = _table("pass", "kind", "sites", "promise", "measured", "floor", "", "s")
     table.padding = (0, 1, 0, 0)
     styles = {True: ("held", "green"), False: ("BROKEN", "bold red"), None: ("declined", "yellow")}
     for one in verdict.passes:
@@ -114,12 +114,12 @@ def verdict_table(verdict: Verdict) -> Table:
             one.counts,
             _short(str(one.promise)),
             "–" if one.declined else _short(str(one.difference)).removeprefix("LPIPS "),
-            f"{one.of_floor:.2g}" if one.floor_words else "–",
+            _of_floor(one.of_floor) if one.floor_words else "–",
             Text(word, style=style),
             f"{one.seconds:.1f}" if one.seconds < 10 else f"{one.seconds:.0f}",
         )
     for column in table.columns[3:5]:  # in a narrow window these take two lines, but do not break inside a word
-        column.no_wrap, column.min_width = False, 13
+        column.no_wrap, column.min_width = False, 13 if column.header == "promise" else 10
     table.columns[-1].justify = "right"
     return table
 
@@ -175,6 +175,10 @@ def _by_clip(verdict: Verdict, faults: list[tuple[int, Finding]]) -> list[str]:
         where = f' in "{verdict.settings[clip].prompt}", seed {verdict.settings[clip].seed}'
         lines.append(f"{name}: {FAULTS[name]}{where}: {first.where}{f' and {len(more)} more' if more else ''}")
     return lines
+
+
+def _of_floor(multiple: float | None) -> str:
+    return "–" if multiple is None else "<0.01" if 0 < multiple < 0.01 else f"{multiple:.2g}"
 
 
 def _short(text: str) -> str:

@@ -57,7 +57,7 @@ def decoders() -> Decoders:
 
 def same(left: PipelineState, right: PipelineState) -> bool:
     assert left.values.keys() == right.values.keys()
-    assert left.get("sampling_rate") == right.get("sampling_rate") == 32000
+    assert left.get("sampling_rate") == right.get("sampling_rate") == 16_000
     return all(bool(bits_equal(left.get(name), right.get(name))) for name in ("videos", "audio"))
 
 

@@ -57,10 +57,10 @@ def test_a_call_returns_video_and_stereo_audio(outputs: dict[str, dict[str, Any]
     assert output["videos"].shape == (1, 124, 3, 64, 96)
     assert output["videos"].dtype == torch.float32
     assert output["videos"].min() >= 0 and output["videos"].max() <= 1
-    # 207 audio latents of 800 samples each.
-    assert output["audio"].shape == (1, 2, 165_600)
+    # 207 audio latents of 400 samples each.
+    assert output["audio"].shape == (1, 2, 82_800)
     assert output["audio"].dtype == torch.float32
-    assert output["sampling_rate"] == 32_000
+    assert output["sampling_rate"] == 16_000
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
