@@ -1,0 +1,72 @@
+"""What a benchmark says: tables whose columns line up, a chart, JSON; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import build
+
+from h3opt.bench import Arm, TransformerBench, bench_transformer
+from h3opt.charts import write_bench_chart
+from h3opt.errors import DeviceError, PipelineError
+
+SPENT = {"attention": 20.0, "gemm": 19.0, "h3opt": 0.0, "other": 9.5}
+
+
+def arm(name: str, *rounds: float, **figures: object) -> Arm:
+    found = {
+        "install_seconds": 0.1,
+        "first_call_seconds": 1.5,
+        "peak_gib": 19.4,
+        "differing": 0,
+        "error": 0.0,
+        "block_error": 0.0,
+        "spent": SPENT,
+    }
+    return Arm(name, list(rounds), **{**found, **figures})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def bench() -> TransformerBench:
+    fused = arm("+ norm_modulate", 40.0, 42.0, 41.0, spent={**SPENT, "h3opt": 1.0, "other": 1.0}, gib_moved=3.0)
+    fused.kernels = {"norm_modulate_kernel": (3, 4)}
+    broken = Arm("compile", failure="RuntimeError: out of memory")
+    arms = [arm("eager", 50.0, 48.0, 49.0), broken, arm("h3opt, no pass", 50.0), fused]
+    return TransformerBench("NVIDIA H200", 1, "544x960x124", 19484, 4.2, 750.0, 1e13, 1.4e13, arms, {})
+
+
+def test_every_row_of_a_table_has_the_columns_of_its_head(bench: TransformerBench) -> None:
+    for table in (bench.markdown(), bench.kernels_markdown()):
+        widths = {line.count("|") for line in table.splitlines()}
+        assert len(widths) == 1, table
+
+
+def test_an_arm_is_compared_by_its_median_and_one_that_failed_says_why(bench: TransformerBench) -> None:
+    rows = bench.markdown().splitlines()
+    assert "| + norm_modulate | 41.0 | 41.00 | 1.195 | – | – |" in rows[-1]
+    assert "RuntimeError: out of memory" in rows[3]
+    assert "attention" in bench.kernels_markdown() and "20.00 (500)" in bench.kernels_markdown()
+    assert "1.00 (77%)" in bench.kernels_markdown()  # 3 GiB in a millisecond, of 4.2 TB/s
+
+
+def test_a_kernel_that_did_not_run_as_often_as_its_graph_has_it_is_named(bench: TransformerBench) -> None:
+    assert str(bench).endswith("+ norm_modulate: norm_modulate_kernel ran 3 times, not 4")
+
+
+def test_it_goes_into_json_and_a_chart(bench: TransformerBench, tmp_path: Path) -> None:
+    assert json.loads(json.dumps(bench.to_dict()))["arms"][3]["milliseconds"] == 41.0
+    write_bench_chart(tmp_path / "chart.png", bench)
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(PipelineError, match="Give another path"):
+        write_bench_chart(tmp_path / "missing" / "chart.png", bench)
+    assert [file.name for file in tmp_path.iterdir()] == ["chart.png"]
+
+
+def test_it_refuses_a_peer_nobody_knows_and_a_cpu() -> None:
+    transformer = build().transformer
+    with pytest.raises(DeviceError, match="CUDA"):
+        bench_transformer(transformer, {}, ["norm_modulate"])
+    with pytest.raises(PipelineError, match=r"no peer 'compil' \(did you mean 'compile'\?\)"):
+        bench_transformer(transformer, {}, ["norm_modulate"], peers=["compil"])
