@@ -39,9 +39,12 @@ def write_bench_chart(path: Path, bench: TransformerBench) -> None:
         axes.plot([ms, ms], [row - 0.4, row + 0.4], color="black", linewidth=1)
     axes.set_yticks(range(len(arms)), [arm.name for arm, _ in arms], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("ms per forward (black line: measured end to end; colours: time of kernels by a profiler)")
+    axes.set_xlabel(
+        "ms per forward (black line: measured end to end; colours: time of kernels by a profiler)", fontsize=8
+    )
     axes.set_title(f"{bench.device}, {bench.layers} blocks, {bench.canvas}, {bench.tokens} tokens", fontsize=10)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18 * 6 / (len(arms) + 2)), ncols=4, fontsize=8)
+    axes.set_xlim(0, 1.12 * max((ms for _, ms in arms), default=1.0))
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
     partial = path.parent / f".{path.stem}.{os.getpid()}.png"
     try:
         figure.savefig(partial, dpi=150)
