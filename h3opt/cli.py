@@ -80,8 +80,9 @@ def demo(
     if json is not None and out not in json.parents:
         _check_places(json)
     if not _is_stdout(json):
-        _say("The reference pipeline is the unmodified one with tiny random weights: it draws noise, and the seconds")
-        _say(f'of a CPU say nothing about a GPU. What counts is the comparison. Prompt: "{settings.prompt}"\n')
+        _say("The reference pipeline is the unmodified one with tiny random weights: it draws noise, whose latents")
+        _say("are white, and the seconds of a CPU say nothing about a GPU. What counts is the comparison.")
+        _say(f'Prompt: "{settings.prompt}"\n')
     with _progress(json) as progress:
         verdict = run_demo(out, settings=settings, progress=progress, **options)
     _show_verdict(verdict, json)
@@ -359,6 +360,9 @@ def _show_verdict(verdict: Verdict, json: Path | None) -> None:
 def _progress(json: Path | None) -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    if not errors.is_terminal:  # a bar would say nothing until the end
+        yield lambda what, done, total: errors.print(f"{done}/{total} {what}") if what != "done" else None
+        return
     columns = (TextColumn("{task.description:28s}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task("starting", total=None)

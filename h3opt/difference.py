@@ -105,7 +105,9 @@ class Difference:
     def __str__(self) -> str:
         if self.equal:
             return "bits equal"
-        return f"LPIPS {self.lpips:.4f}, audio {self.audio_snr_db:.1f} dB"
+        lpips = "<0.0001" if 0 < self.lpips < 5e-5 else f"{self.lpips:.4f}"
+        sound = "audio equal" if self.audio_differing == 0 else f"audio {self.audio_snr_db:.1f} dB"
+        return f"LPIPS {lpips}, {sound}"
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,8 @@ class FP8BlocksPass(FormatPass):
         unknown = [layer for layer in self.layers if layer not in PROJECTIONS]
         if unknown:
             raise ValueError(f"layers has {unknown[0]!r}, which is none of {', '.join(PROJECTIONS)}")
-        if min(self.keep_first, self.keep_last) < 0:
-            raise ValueError("keep_first and keep_last must not be negative")
+        if any(type(kept) is not int or kept < 0 for kept in (self.keep_first, self.keep_last)):
+            raise ValueError("keep_first and keep_last must be whole numbers that are not negative")
 
     @abc.abstractmethod
     def blocks(self, view: PipelineView) -> Sequence[torch.nn.Module]:

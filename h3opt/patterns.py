@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from h3opt.canonical import value
 from h3opt.rewrite import Match
 
 aten = torch.ops.aten
@@ -64,6 +65,8 @@ def tables_line_up(match: Match, *per_token: str) -> str | None:
         return f"{', '.join(per_token)} have different dtypes: {sorted(map(str, match.dtypes(*per_token)))}"
     if not next(iter(match.dtypes(*per_token))).is_floating_point:
         return f"{per_token[0]} is not real floating point"
+    if any(out is not None and not out.is_contiguous() for out in map(value, match.outputs)):
+        return "its result is not contiguous, as a kernel's is, and who reads it may sum in the order of memory"
     x, index = match.tensor(per_token[0]), match.tensor("index")
     if x is None or index is None or x.ndim < 2 or index.ndim != 1:
         return f"{per_token[0]} is not [..., tokens, channels] with one index per token"

@@ -12,6 +12,7 @@ from h3opt.difference import CONFIDENCE
 from h3opt.environment import versions
 from h3opt.faults import FAULTS, Finding
 from h3opt.profiles import Profile, list_profiles
+from h3opt.promises import Exact
 from h3opt.registry import list_passes
 from h3opt.report import Report
 from h3opt.verdict import Verdict
@@ -29,10 +30,10 @@ def passes_markdown() -> str:
 
 def passes_table() -> Table:
     """All registered passes."""
-    table = _table("pass", "kind", "promise", "what it does")
+    table = _table("pass", "kind, promise, what it does")
     for cls in list_passes():
-        after = f"\nafter {', '.join(cls.after)}" if cls.after else ""
-        table.add_row(cls.name, cls.kind, str(cls.promise), cls.summary() + after)
+        after = f"; runs after {', '.join(cls.after)}" if cls.after else ""
+        table.add_row(cls.name, f"{cls.kind}, {cls.promise}{after}\n{cls.summary()}")
     return table
 
 
@@ -103,7 +104,7 @@ def verdict_table(verdict: Verdict) -> Table:
 
     Reasons to decline are in :func:`verdict_lines`.
     """
-    table = _table("pass", "kind", "sites", "promise", "measured", "floor", "", "s")
+    table = _table("pass", "kind", "sites", "promise", "measured", "floor", "result", "s")
     table.padding = (0, 1, 0, 0)
     styles = {True: ("held", "green"), False: ("BROKEN", "bold red"), None: ("declined", "yellow")}
     for one in verdict.passes:
@@ -129,13 +130,18 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     lines = [f"{one.name} declined: {one.declined}" for one in verdict.passes if one.declined]
     rows = [("captured, no pass on", str(verdict.capture))]
     if verdict.exact_set is not None:
-        rows.append((f"Exact passes on ({len(verdict.exact_names)})", f"{verdict.exact_set} (video and audio)"))
+        of_all = sum(isinstance(one.promise, Exact) for one in verdict.passes)
+        apart = of_all - len(verdict.exact_names)
+        others = f"; {apart} more, which build on passes that are not Exact" if apart else ""
+        named = f"Exact passes on ({len(verdict.exact_names)})"
+        rows.append((named, f"{verdict.exact_set} (video and audio{others})"))
     of_floor = verdict.of_floor
     floors = f", {of_floor:.2g} of the noise floor" if of_floor is not None else ""
     rows.append(("all passes on", f"{verdict.all_passes}{floors}"))
     if verdict.noise_floor is not None:
         rows.append(("noise floor", f"{verdict.noise_floor} (h3opt off, inputs moved by one ulp)"))
-    lines += ["against the unmodified pipeline:", *(f"  {name:22}{found}" for name, found in rows)]
+    lines.append("measured: LPIPS and sound against the generation without the pass; floor: in noise floors")
+    lines += ["", "against the unmodified pipeline:", *(f"  {name:22}{found}" for name, found in rows)]
     lines.append(
         f"one generation: {verdict.reference_seconds:.1f} s unmodified, {verdict.optimized_seconds:.1f} s optimized "
         f"(warm), on {verdict.report.device}"

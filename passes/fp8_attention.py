@@ -62,7 +62,7 @@ class FP8Attention(GraphPass):
     def __post_init__(self) -> None:
         choices = {"backend": attention.FP8_BACKENDS, "scales": ("bound", "dynamic"), "smooth_k": (True, False)}
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
+            if getattr(self, name) not in allowed or type(getattr(self, name)) is not type(allowed[0]):
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
 
     def applies(self, device: Device, view: PipelineView) -> Yes | No:

@@ -1,0 +1,111 @@
+"""Passes beyond what every pass is tested for: second rules, options, loud heads, memory layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h3opt.kernels import attention
+from h3opt.protocol import Example
+from h3opt.quality import bits_equal, relative_error
+from h3opt.registry import make_pass
+from h3opt.testing import Draw, check_pass, norm_and_turn, rewired, rewrite, semantic
+
+
+def cast_heads(draw: Draw) -> Example:
+    def model(x, weight, cos, sin, scale):
+        return attention.quantize_heads(norm_and_turn(x, weight, cos, sin), scale)
+
+    return Example(model, (*draw.rotary(), torch.rand(draw.heads) * 100))
+
+
+@pytest.mark.parametrize("draw", [Draw(), Draw(dtype=torch.bfloat16, tokens=5, batch=2, seed=1), Draw(special=True)])
+def test_norm_rope_and_cast_fuse_to_the_same_codes(draw: Draw) -> None:
+    example = cast_heads(draw)
+    graph = semantic(example)
+    fused, found = rewrite(make_pass("fused_qk_cast"), graph)  # type: ignore[arg-type]
+    assert found.matched == 1
+    assert "head_norm_rope_quantize" in fused.code and "rms_norm" not in fused.code.replace("head_norm", "")
+    assert bits_equal(graph(*example.args), fused(*example.args))
+
+
+def test_a_fused_cast_with_another_scale_is_seen() -> None:
+    def doubled(x, shape, weight, eps, cos, sin, dim, half, rotary, end, scale):
+        normed = torch.ops.h3opt.head_norm_rope_quantize_v1
+        squeezed = (torch.ops.aten.squeeze.dims(angles, [0, 2]) for angles in (cos, sin))
+        return normed(x, weight, *squeezed, scale * 2.0, eps)
+
+    example = cast_heads(Draw())
+    graph = semantic(example)
+    wrong, found = rewrite(rewired(make_pass("fused_qk_cast"), doubled), graph)  # type: ignore[arg-type]
+    assert found.matched == 1
+    assert not bits_equal(graph(*example.args), wrong(*example.args))
+
+
+@pytest.mark.parametrize("options", [{"scales": "dynamic"}, {"smooth_k": True}, {"backend": "cudnn"}])
+def test_fp8_attention_keeps_its_promise_with_every_option(options: dict[str, object]) -> None:
+    check_pass(make_pass("fp8_attention", options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"smooth_k": 1}, {"scales": "static"}, {"backend": "fa2"}])
+def test_fp8_attention_refuses_other_options(options: dict[str, object]) -> None:
+    with pytest.raises(Exception, match="must be one of"):
+        make_pass("fp8_attention", options)
+
+
+def test_smoothing_k_helps_where_k_has_an_offset() -> None:
+    """A mean that all keys share does not move softmax, but uses up the range of e4m3."""
+    draw = Draw(tokens=64, heads=2, head_dim=32)
+    q, k, v = (draw.tensor(1, draw.tokens, draw.heads, draw.head_dim) for _ in range(3))
+    k = k + 40.0 * draw.tensor(draw.head_dim)
+    expected = attention.attention_definition(q, k, v, "flash")
+
+    def error(key: torch.Tensor) -> float:
+        scales = [attention.dynamic_head_scale(one, True) for one in (q, key, v)]
+        codes = map(attention.quantize_heads, (q, key, v), scales)
+        return relative_error(expected, attention.fp8_attention(*codes, *scales, torch.float32, "triton"))
+
+    assert error(k - k.mean(1, keepdim=True)) < error(k) / 2
+
+
+def test_the_scale_of_a_norm_bounds_its_heads_and_wastes_no_range() -> None:
+    x, weight = torch.randn(1, 500, 3, 64) * 9, torch.rand(64) + 0.5
+    scale = attention.norm_head_scale(x, weight)
+    torch.testing.assert_close(scale, (448 / (weight.max() * 8)).expand(3))
+    loud = torch.zeros(1, 1, 3, 64)
+    loud[..., weight.argmax()] = 1.0  # the row that reaches the bound
+    for heads in (x, loud):
+        largest = (torch.rms_norm(heads, (64,), weight, 1e-5).abs() * scale[:, None]).max()
+        assert largest <= 448.0
+    assert largest > 447.0
+
+
+def test_output_quantize_neither_saturates_a_loud_head_nor_loses_a_quiet_one() -> None:
+    draw = Draw(tokens=40, heads=3, head_dim=16)
+    q, k, v = (draw.tensor(1, draw.tokens, draw.heads, draw.head_dim) for _ in range(3))
+    v = v * torch.tensor([100.0, 1.0, 3.0])[:, None]
+    scales = [attention.dynamic_head_scale(one, True) for one in (q, k, v)]
+    codes = [*map(attention.quantize_heads, (q, k, v), scales)]
+    expected = attention.fp8_attention(*codes, *scales, torch.float32, "triton")
+    out, scale = attention.fp8_attention_quantized(*codes, *scales, "triton")
+    found = (out.float() * scale).unflatten(2, (3, 16))
+    for head in range(3):
+        assert relative_error(expected[:, :, head], found[:, :, head]) < 0.05
+    assert out.float().abs().max() < 448.0
+
+
+@pytest.mark.parametrize("name", ["gated_residual", "norm_modulate"])
+def test_a_result_that_eager_would_lay_out_otherwise_is_left_alone(name: str) -> None:
+    """Strides are not bits, but what reads them may sum in the order of memory."""
+    one = make_pass(name)
+    example = one.example(Draw(channels=8))  # type: ignore[attr-defined]
+    turned = tuple(arg.mT.contiguous().mT if arg.ndim == 3 else arg for arg in example.args)
+    graph, found = rewrite(one, semantic(Example(example.function, turned)))  # type: ignore[arg-type]
+    with torch.no_grad():
+        expected = example.function(*turned)
+        result = graph(*turned)
+    for reference, candidate in zip(
+        *([one] if isinstance(one, torch.Tensor) else one for one in (expected, result)), strict=True
+    ):
+        assert bits_equal(reference, candidate) and reference.stride() == candidate.stride()
+    assert found.matched == 0 or expected.is_contiguous()
