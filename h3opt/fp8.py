@@ -66,7 +66,7 @@ class FP8BlocksPass(FormatPass):
         if unknown:
             raise ValueError(f"layers has {unknown[0]!r}, which is none of {', '.join(PROJECTIONS)}")
         if any(type(kept) is not int or kept < 0 for kept in (self.keep_first, self.keep_last)):
-            raise ValueError("keep_first and keep_last must be whole numbers that are not negative")
+            raise ValueError("keep_first and keep_last must be whole numbers and must not be negative")
 
     @abc.abstractmethod
     def blocks(self, view: PipelineView) -> Sequence[torch.nn.Module]:

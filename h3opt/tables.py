@@ -104,7 +104,7 @@ def verdict_table(verdict: Verdict) -> Table:
 
     Reasons to decline are in :func:`verdict_lines`.
     """
-    table = _table("pass", "kind", "sites", "promise", "measured", "floor", "result", "s")
+    table = _table("pass", "kind", "sites", "promise", "measured", "floor", "ok?", "s")
     table.padding = (0, 1, 0, 0)
     styles = {True: ("held", "green"), False: ("BROKEN", "bold red"), None: ("declined", "yellow")}
     for one in verdict.passes:
@@ -121,7 +121,7 @@ def verdict_table(verdict: Verdict) -> Table:
         )
     for column in table.columns[3:5]:  # in a narrow window these take two lines, but do not break inside a word
         column.no_wrap, column.min_width = False, 13 if column.header == "promise" else 10
-    table.columns[-1].justify = "right"
+    table.columns[-1].justify, table.columns[-1].no_wrap, table.columns[-1].min_width = "right", True, 3
     return table
 
 
@@ -132,7 +132,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     if verdict.exact_set is not None:
         of_all = sum(isinstance(one.promise, Exact) for one in verdict.passes)
         apart = of_all - len(verdict.exact_names)
-        others = f"; {apart} more, which build on passes that are not Exact" if apart else ""
+        others = f"; {apart} more on top of passes that are not Exact" if apart else ""
         named = f"Exact passes on ({len(verdict.exact_names)})"
         rows.append((named, f"{verdict.exact_set} (video and audio{others})"))
     of_floor = verdict.of_floor
