@@ -58,7 +58,7 @@ class GraphFacts:
         holds: repeated blocks by kind, e.g. ``{"transformer.block": 1}``, or the model's depth with
             ``scope: model``; empty when unknown.
         operators: how often each operator occurs before any pass has run.
-        passes: all passes that are on, so that a pass can tell what its neighbours leave for it.
+        passes: the graph and format passes that are on, so that a pass can tell what its neighbours leave for it.
     """
 
     region: str = ""

@@ -252,14 +252,14 @@ class Session:
 
     @property
     def plan_key(self) -> Any:
-        """Graphs are rewritten once per set of passes that apply."""
-        return self._applicable()
+        """Graphs are rewritten once per set of passes that apply and that a graph can tell: schedules it cannot."""
+        return tuple(one for one in self._applicable() if not isinstance(one, SchedulePass))
 
     def build(self, captured: CapturedGraph) -> Callable[..., Any]:
         """Rewrite a captured graph under the current passes; see :class:`h3opt.capture.Planner`."""
         region = captured.region
-        facts = GraphFacts(region.name, region.holds or {region.name: 1}, passes=self._applicable())
-        graph_passes = [one for one in self._applicable() if isinstance(one, GraphPass)]
+        facts = GraphFacts(region.name, region.holds or {region.name: 1}, passes=self.plan_key)
+        graph_passes = [one for one in self.plan_key if isinstance(one, GraphPass)]
         graph, outcomes = self._lowering.run(captured.graph, graph_passes, facts)
         self._outcomes[id(captured), self.plan_key] = outcomes
         self._graphs[id(captured), self.plan_key] = graph
