@@ -65,7 +65,7 @@ class ResidualFold(GraphPass):
     promise = Exact()
 
     def rules(self) -> Sequence[Rule]:
-        into = {"index": "gate"}
+        into = {"index": "gate"}  # index holds row numbers of gate: what the probe has to draw
         return (
             Rule(chain, fold, foldable, into),
             Rule(chain_to_fused, fold_to_fused, foldable, into),
