@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule
 from h3opt.canonical import canonicalize
 from h3opt.errors import H3OptError, PassFailedError, ShortfallError, ShortfallWarning
 from h3opt.probe import probe, signature
+from h3opt.promises import Perceptual
 from h3opt.protocol import GraphFacts, GraphPass
 from h3opt.rewrite import Match, NearMiss, apply_rules
 
@@ -105,7 +106,7 @@ class Lowering:
             nonlocal probed
             if self.veto is not None and (reason := self.veto(graph_pass, match)) is not None:
                 return reason
-            if not self.probe:
+            if not self.probe or isinstance(graph_pass.promise, Perceptual):  # no probe, so none to count
                 return None
             key = signature(match)
             if key not in self._probes:

@@ -150,9 +150,9 @@ def test_fp8_attention_is_close_to_its_definition(backend, shape):
     expected = attention.fp8_attention_definition(*args, torch.float32, backend)
     try:
         found = attention.fp8_attention(*args, torch.bfloat16, backend)
-    except DeviceError as error:
-        assert backend == "cudnn" and "Name another backend" in str(error)
-        pytest.skip(str(error))
+    except DeviceError as error:  # cuDNN refuses a few tokens; a real sequence it must serve
+        assert backend == "cudnn" and shape[1] < 128 and "Name another backend" in str(error)
+        return
     assert relative_error(expected, found.float()) < (0.06 if backend == "cudnn" else 0.05)
     if backend != "fa3":
         codes, scale = attention.fp8_attention_quantized(*args, backend)
