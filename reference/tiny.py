@@ -103,16 +103,22 @@ def tiny_pipeline(
     # untouched.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer, processor = _tokenizer_and_processor()
+        tokenizer, _ = tokenizer_and_processor()
         models = {
             "transformer": MiniMaxH3Transformer3DModel(**TRANSFORMER_CONFIG),
             "vae": AutoencoderKLMiniMaxH3(**VAE_CONFIG),
             "audio_vae": AutoencoderKLMiniMaxH3Audio(**AUDIO_VAE_CONFIG),
-            "text_encoder": Qwen3VLForConditionalGeneration(_text_encoder_config(tokenizer)),
+            "text_encoder": Qwen3VLForConditionalGeneration(text_encoder_config(tokenizer)),
         }
     for offset, model in enumerate(models.values()):
         fill_random(model, torch.Generator().manual_seed(seed + offset))
         cast_as_loaded(model.eval(), dtype).to(device)
+    return assemble(**models)
+
+
+def assemble(**models: Any) -> MiniMaxH3ModularPipeline:
+    """A pipeline of the four models, with the released model's schedulers and the byte-level tokenizer."""
+    tokenizer, processor = tokenizer_and_processor()
     pipeline = cast(MiniMaxH3ModularPipeline, MiniMaxH3Blocks().init_pipeline())
     pipeline.update_components(
         tokenizer=tokenizer,
@@ -172,7 +178,7 @@ def save_tiny(directory: str | os.PathLike[str], dtype: torch.dtype = torch.floa
     return directory
 
 
-def _tokenizer_and_processor() -> tuple[Qwen2Tokenizer, Qwen3VLProcessor]:
+def tokenizer_and_processor() -> tuple[Qwen2Tokenizer, Qwen3VLProcessor]:
     """A byte-level tokenizer (256 bytes, no merges, the special tokens of the pipeline) and its processor."""
     tokens = [*sorted(ByteLevel.alphabet()), *_SPECIAL_TOKENS.values()]
     tokenizer = Qwen2Tokenizer(
@@ -188,7 +194,7 @@ def _tokenizer_and_processor() -> tuple[Qwen2Tokenizer, Qwen3VLProcessor]:
     return tokenizer, processor
 
 
-def _text_encoder_config(tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
+def text_encoder_config(tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
     token_ids: dict[str, Any] = {
         field: tokenizer.convert_tokens_to_ids(token)
         for field, token in _SPECIAL_TOKENS.items()
