@@ -19,6 +19,7 @@ from rich.console import Console
 from h3opt.errors import H3OptError, PipelineError
 
 if TYPE_CHECKING:
+    from h3opt.bench import ArmTables
     from h3opt.components import PipelineView
     from h3opt.generation import GenerationSettings
     from h3opt.verification import Progress, Verdict
@@ -215,7 +216,10 @@ def replay(
 
 @app.command()
 def bench(
-    layers: Annotated[int, typer.Option(help="Transformer blocks; the released model has 50.")] = 4,
+    suite: Annotated[str, typer.Option(help="transformer or decode.")] = "transformer",
+    layers: Annotated[
+        int | None, typer.Option(help="Transformer blocks, 4 if left out; or the video decoder's, all 36.")
+    ] = None,
     canvas: Annotated[str, typer.Option(help="HEIGHTxWIDTHxFRAMES.")] = "544x960x124",
     passes: Passes = None,
     profile: Profile = "auto",
@@ -223,53 +227,76 @@ def bench(
     rounds: Annotated[int, typer.Option(help="Interleaved visits to every arm.")] = 3,
     steps: Annotated[bool, typer.Option("--steps/--no-steps", help="Every pass cumulatively, or all at once.")] = True,
     leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Decode with the tiny VAEs, on any device.")] = False,
     device: DeviceName = "cuda",
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Write a bar chart as PNG.")] = None,
     json: Json = None,
 ) -> None:
-    """Time the transformer at its real geometry with random weights on a CUDA device: peers, then pass by pass."""
-    from h3opt.bench import bench_transformer
+    """Time the transformer, or decoding, at real geometry with random weights on a CUDA device: peers, then each pass.
+
+    Files are written after every visit to an arm, so that a run that is cut short leaves what it found.
+    """
+    from h3opt.charts import write_bench_chart
     from h3opt.demo import write_json, write_text
     from h3opt.errors import DeviceError
     from h3opt.profiles import detect_profile, load_profile
-    from h3opt.reference import full_inputs, full_transformer, parse_canvas
+    from h3opt.reference import parse_canvas
 
+    if suite not in ("transformer", "decode"):
+        raise PipelineError(f"There is no suite {suite!r}. Use transformer or decode.")
     try:
         parse_canvas(canvas)
     except ValueError as error:
         raise PipelineError(f"--canvas: {error}.") from error
-    if layers < 1 or rounds < 1:
+    if (layers is not None and layers < 1) or rounds < 1:
         raise PipelineError("bench needs a layer and a round. Use --layers 4 --rounds 3.")
-    _check_places(json)
-    if _device(device).startswith("cpu"):
+    if tiny and suite != "decode":
+        raise PipelineError(
+            "The tiny models tell nothing about a GPU's time. Use --tiny with --suite decode, to try it."
+        )
+    _check_places(json, markdown, chart)
+    if _device(device).startswith("cpu") and not tiny:
         raise DeviceError("bench times GPU work. Use --device cuda.")
     if passes is None:
         found = detect_profile(device)[0] if profile == "auto" else load_profile(profile)
         names = [row.name for row in found.rows_for(None, 1) if row.enabled]
     else:
         names = _names(passes) or []
-    transformer = full_transformer(layers=layers, device=device)
-    with _progress(json) as progress:
-        result = bench_transformer(
-            transformer,
-            full_inputs(canvas, device=device),
-            names,
-            canvas=canvas,
-            rounds=rounds,
-            cumulative=steps,
-            leave_out=leave_out,
-            peers=[peer.strip() for peer in peers.split(",") if peer.strip()],
-            profile=profile,
-            progress=progress,
-            on_visit=None if json is None or _is_stdout(json) else lambda found: write_json(json, found.to_dict()),
-        )
-    if chart is not None:
-        from h3opt.charts import write_bench_chart
 
-        write_bench_chart(chart, result)
-    if markdown is not None:
-        write_text(markdown, f"{result.markdown()}\n\n{result.kernels_markdown()}\n")
+    def write(result: ArmTables) -> None:
+        if json is not None and not _is_stdout(json):
+            write_json(json, result.to_dict())
+        if markdown is not None:
+            write_text(markdown, f"{result.markdown()}\n\n{result.kernels_markdown()}\n")
+        if chart is not None:
+            write_bench_chart(chart, result)
+
+    with _progress(json) as progress:
+        options: dict[str, Any] = {
+            "canvas": canvas,
+            "rounds": rounds,
+            "cumulative": steps,
+            "leave_out": leave_out,
+            "peers": [peer.strip() for peer in peers.split(",") if peer.strip()],
+            "profile": profile,
+            "progress": progress,
+            "on_visit": write,
+        }
+        result: ArmTables
+        if suite == "decode":
+            from h3opt.decode_bench import bench_decode
+            from h3opt.reference import decode_inputs
+
+            result = bench_decode(
+                _decoders(layers, tiny, device), decode_inputs(canvas, device=device), names, **options
+            )
+        else:
+            from h3opt.bench import bench_transformer
+            from h3opt.reference import full_inputs, full_transformer
+
+            transformer = full_transformer(layers=layers or 4, device=device)
+            result = bench_transformer(transformer, full_inputs(canvas, device=device), names, **options)
     if _is_stdout(json):
         _print_json(result.to_dict())
         return
@@ -461,6 +488,17 @@ def _released(dtype: str) -> PipelineView:
     from h3opt.reference import full_vae
 
     return PipelineView(vae=full_vae(device="meta", dtype=_dtype(dtype)))
+
+
+def _decoders(layers: int | None, tiny: bool, device: str) -> Any:
+    """The decoding part of the pipeline at its released size, or tiny."""
+    from h3opt.reference import decode_pipeline, full_audio_vae, full_vae, tiny_pipeline
+
+    if tiny:
+        pipe = tiny_pipeline(dtype=_dtype("bfloat16"), device=device)
+        return decode_pipeline(pipe.vae, pipe.audio_vae)
+    config: dict[str, Any] = {} if layers is None else {"decoder_num_layers": layers}
+    return decode_pipeline(full_vae(device=device, **config), full_audio_vae(device=device))
 
 
 def _names(passes: str | None) -> list[str] | None:

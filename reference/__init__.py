@@ -8,12 +8,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from h3opt.reference.full import CANVASES, Canvas, full_inputs, full_transformer, full_vae, parse_canvas
+    from h3opt.reference.full import (
+        CANVASES,
+        Canvas,
+        decode_inputs,
+        decode_pipeline,
+        full_audio_vae,
+        full_inputs,
+        full_transformer,
+        full_vae,
+        parse_canvas,
+    )
     from h3opt.reference.tiny import save_tiny, tiny_call, tiny_pipeline
 
 __all__ = [
     "CANVASES",
     "Canvas",
+    "decode_inputs",
+    "decode_pipeline",
+    "full_audio_vae",
     "full_inputs",
     "full_transformer",
     "full_vae",
@@ -24,7 +37,17 @@ __all__ = [
 ]
 
 _MODULES = {
-    "full": ("CANVASES", "Canvas", "full_inputs", "full_transformer", "full_vae", "parse_canvas"),
+    "full": (
+        "CANVASES",
+        "Canvas",
+        "decode_inputs",
+        "decode_pipeline",
+        "full_audio_vae",
+        "full_inputs",
+        "full_transformer",
+        "full_vae",
+        "parse_canvas",
+    ),
     "tiny": ("save_tiny", "tiny_call", "tiny_pipeline"),
 }
 
