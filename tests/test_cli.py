@@ -281,12 +281,31 @@ def test_a_cuda_device_that_is_not_there_is_refused(
 @pytest.mark.parametrize(
     "option, value, says",
     [("--canvas", "wide", "'wide'"), ("--canvas", "63x96x124", "63x96"), ("--layers", 0, "--layers 4"),
-     ("--rounds", 0, "--rounds 3"), ("--device", "cpu", "Use --device cuda."), ("--json", "/none/b.json", "/none")],
+     ("--rounds", 0, "--rounds 3"), ("--device", "cpu", "Use --device cuda."), ("--json", "/none/b.json", "/none"),
+     ("--markdown", "/none/b.md", "/none"), ("--chart", "/none/b.png", "/none"), ("--suite", "decod", "no suite")],
 )  # fmt: skip
 def test_bench_refuses_before_it_builds_a_model(
     option: str, value: object, says: str, refusal: Callable[..., str]
 ) -> None:
     assert says in refusal("bench", option, value)
+    if option != "--suite":
+        assert says in refusal("bench", "--suite", "decode", option, value)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_the_tiny_models_are_for_trying_the_decode_suite(refusal: Callable[..., str]) -> None:
+    assert "Use --tiny with --suite decode" in refusal("bench", "--tiny")
+
+
+def test_the_decode_suite_can_be_tried_on_a_cpu(h3opt: Run, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("b.json", "b.md", "b.png")]
+    rest = ("--json", files[0], "--markdown", files[1], "--chart", files[2])
+    size = ("--canvas", "64x96x22", "--rounds", 1, "--peers", "", "--passes", "async_assembly,norm_modulate")
+    result = h3opt("bench", "--suite", "decode", "--tiny", "--device", "cpu", *size, *rest)
+    assert result.code == 0 and "video: + async_assembly" in result.out and "norm_modulate" not in result.out
+    arms = {arm["name"]: arm for arm in json.loads(files[0].read_text())["arms"]}
+    assert arms["video: + async_assembly"]["differing"] == 0 and arms["audio: eager"]["milliseconds"] > 0
+    assert "| video: eager |" in files[1].read_text() and files[2].read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.usefixtures("nothing_runs")
