@@ -118,8 +118,8 @@ class DecodeBench(ArmTables):
                     _number(arm.first_call_seconds, ".1f"),
                     _number(arm.peak_gib, ".2f"),
                     _number(arm.differing, "d"),
-                    _number(arm.lpips, ".5f"),
-                    _number(worst, ".5f"),
+                    _number(arm.lpips, ".2g"),
+                    _number(worst, ".2g"),
                     _number(arm.audio_snr_db, ".1f"),
                 ]
             )
