@@ -293,9 +293,9 @@ def bench(
             from h3opt.decode_bench import bench_decode
             from h3opt.reference import decode_inputs
 
-            result = bench_decode(
-                _decoders(layers, tiny, device), decode_inputs(canvas, device=device), names, **options
-            )
+            options["clips"] = _clips(clips, canvas)  # before the weights: it may be refused
+            inputs = decode_inputs(canvas, device=device)
+            result = bench_decode(_decoders(layers, tiny, device), inputs, names, **options)
         else:
             from h3opt.bench import bench_transformer
             from h3opt.reference import full_inputs, full_transformer
