@@ -10,6 +10,7 @@ kernels against the bytes they must move, and that every kernel of a rewritten g
 
 from __future__ import annotations
 
+import abc
 import copy
 import gc
 import statistics
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -72,8 +73,73 @@ class Arm:
         return statistics.median(self.rounds) if self.rounds else None
 
 
+class ArmTables:
+    """What the results of all suites show alike: kinds of kernels, and arms as JSON-ready types."""
+
+    device: str
+    arms: Any  # the arms of the suite
+    copy_tb_per_s: float
+    attention_flop: float
+    gemm_flop: float
+
+    @property
+    def title(self) -> str:
+        """What was measured."""
+        raise NotImplementedError
+
+    def markdown(self) -> str:
+        """The table for docs/benchmarks."""
+        raise NotImplementedError
+
+    def arm(self, name: str) -> Any:
+        """The first arm called ``name``, or ``None``."""
+        return next((arm for arm in self.arms if arm.name == name), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready types."""
+        arms = [{**asdict(arm), "milliseconds": arm.milliseconds} for arm in self.arms]
+        return {**asdict(self), "arms": arms, "versions": versions()}  # type: ignore[call-overload]
+
+    def profiled_share(self, arm: Any) -> float:
+        """How much of an arm's work the profiler saw."""
+        return 1.0
+
+    def flop(self, arm: Any) -> tuple[float, float]:
+        """Of attention and matrix products in what the profiler saw; zero where they are not counted."""
+        return self.attention_flop, self.gemm_flop
+
+    def kernels_markdown(self) -> str:
+        """Where the time of each arm goes, and at what rate."""
+        lines = [
+            "| arm | attention ms (TFLOP/s) | GEMM ms (TFLOP/s) | h3opt kernels ms (of copy rate) | other ms |",
+            "|---|---|---|---|---|",
+        ]
+        for arm in self.arms:
+            if not arm.spent:
+                continue
+            rates = [
+                f"{arm.spent[kind]:.2f}" + (f" ({flop / max(arm.spent[kind], 1e-9) / 1e9:.0f})" if flop else "")
+                for kind, flop in zip(("attention", "gemm"), self.flop(arm), strict=True)
+            ]
+            moved = "–"
+            if arm.spent["h3opt"]:
+                share = arm.gib_moved * 2**30 / (arm.spent["h3opt"] / 1e3) / (self.copy_tb_per_s * 1e12)
+                moved = f"{arm.spent['h3opt']:.2f} ({share:.0%})"
+            lines.append(f"| {arm.name} | {' | '.join(rates)} | {moved} | {arm.spent['other']:.2f} |")
+        return "\n".join(lines)
+
+    def miscounts(self) -> list[str]:
+        """Kernels that did not run as often as their graphs have them."""
+        return [
+            f"{arm.name}: {kernel} ran {ran} times, not {expected}"
+            for arm in self.arms
+            for kernel, (ran, expected) in arm.kernels.items()
+            if ran != expected
+        ]
+
+
 @dataclass
-class TransformerBench:
+class TransformerBench(ArmTables):
     """The result of :func:`bench_transformer`.
 
     Attributes:
@@ -93,14 +159,9 @@ class TransformerBench:
     arms: list[Arm]
     top_kernels: dict[str, list[tuple[str, float, float]]]
 
-    def arm(self, name: str) -> Arm | None:
-        """The arm called ``name``."""
-        return next((arm for arm in self.arms if arm.name == name), None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready types."""
-        arms = [{**asdict(arm), "milliseconds": arm.milliseconds} for arm in self.arms]
-        return {**asdict(self), "arms": arms, "versions": versions()}
+    @property
+    def title(self) -> str:
+        return f"{self.device}, {self.layers} blocks, {self.canvas}, {self.tokens} tokens"
 
     def markdown(self) -> str:
         """The table for docs/benchmarks."""
@@ -121,26 +182,6 @@ class TransformerBench:
             )
         return "\n".join(lines)
 
-    def kernels_markdown(self) -> str:
-        """Where the time of each arm goes, and at what rate."""
-        lines = [
-            "| arm | attention ms (TFLOP/s) | GEMM ms (TFLOP/s) | h3opt kernels ms (of copy rate) | other ms |",
-            "|---|---|---|---|---|",
-        ]
-        for arm in self.arms:
-            if not arm.spent:
-                continue
-            rates = [
-                f"{arm.spent[kind]:.2f} ({flop / max(arm.spent[kind], 1e-9) / 1e9:.0f})"
-                for kind, flop in (("attention", self.attention_flop), ("gemm", self.gemm_flop))
-            ]
-            moved = "–"
-            if arm.spent["h3opt"]:
-                share = arm.gib_moved * 2**30 / (arm.spent["h3opt"] / 1e3) / (self.copy_tb_per_s * 1e12)
-                moved = f"{arm.spent['h3opt']:.2f} ({share:.0%})"
-            lines.append(f"| {arm.name} | {' | '.join(rates)} | {moved} | {arm.spent['other']:.2f} |")
-        return "\n".join(lines)
-
     def _ratios(self, milliseconds: float) -> list[str]:
         base = [self.arm(name) for name in ("eager", "compile", "torchao fp8 + compile")]
         times = [arm.milliseconds if arm is not None else None for arm in base]
@@ -148,8 +189,7 @@ class TransformerBench:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.device}, {self.layers} blocks, {self.canvas}, {self.tokens} tokens; "
-            f"copy {self.copy_tb_per_s:.2f} TB/s, bf16 GEMM {self.gemm_tflops:.0f} TFLOP/s",
+            f"{self.title}; copy {self.copy_tb_per_s:.2f} TB/s, bf16 GEMM {self.gemm_tflops:.0f} TFLOP/s",
             f"{'arm':44s} {'ms':>9s} {'/block':>7s} {'eager/x':>8s} {'compile/x':>9s} {'torchao/x':>9s} "
             f"{'install':>8s} {'first s':>8s} {'GiB':>6s} {'differ':>10s} {'error':>8s} {'block':>8s}",
         ]
@@ -164,13 +204,7 @@ class TransformerBench:
                 f"{arm.install_seconds:8.1f} {arm.first_call_seconds:8.1f} {arm.peak_gib:6.1f} {arm.differing:10d} "
                 f"{arm.error:8.4f} {arm.block_error:8.4f}"
             )
-        wrong = [
-            f"{arm.name}: {kernel} ran {ran} times, not {expected}"
-            for arm in self.arms
-            for kernel, (ran, expected) in arm.kernels.items()
-            if ran != expected
-        ]
-        return "\n".join([*lines, "", self.kernels_markdown(), *wrong])
+        return "\n".join([*lines, "", self.kernels_markdown(), *self.miscounts()])
 
 
 def bench_transformer(
@@ -218,20 +252,20 @@ def bench_transformer(
     exact, others = split_exact(applicable)
     chosen = [*exact, *others]
     bench = _Bench(transformer, inputs, session, forwards)
-    plan: list[tuple[Arm, Callable[[ExitStack], Any]]] = [(Arm("eager"), bench.eager)]
-    plan += [(Arm(peer), getattr(bench, PEERS[peer])) for peer in peers]
-    plan.append((Arm("h3opt, no pass"), partial(bench.h3opt, passes=[])))
+    models: list[tuple[Arm, Callable[[ExitStack], Any]]] = [(Arm("eager"), bench.eager)]
+    models += [(Arm(peer), getattr(bench, PEERS[peer])) for peer in peers]
+    models.append((Arm("h3opt, no pass"), partial(bench.h3opt, passes=[])))
     if cumulative:
         for count, one in enumerate(chosen, start=1):
-            plan.append((Arm(f"+ {one.name}"), partial(bench.h3opt, passes=chosen[:count])))
+            models.append((Arm(f"+ {one.name}"), partial(bench.h3opt, passes=chosen[:count])))
     else:
-        plan += [(Arm("h3opt, Exact passes"), partial(bench.h3opt, passes=exact))] if exact and others else []
-        plan.append((Arm("h3opt, all passes"), partial(bench.h3opt, passes=chosen)))
+        models += [(Arm("h3opt, Exact passes"), partial(bench.h3opt, passes=exact))] if exact and others else []
+        models.append((Arm("h3opt, all passes"), partial(bench.h3opt, passes=chosen)))
     if leave_out:
         for one in chosen:
             rest = [other for other in chosen if other is not one]
-            plan.append((Arm(f"all but {one.name}"), partial(bench.h3opt, passes=rest)))
-    total = rounds * len(plan)
+            models.append((Arm(f"all but {one.name}"), partial(bench.h3opt, passes=rest)))
+    plan = [(arm, partial(bench.forward, model=model)) for arm, model in models]
     tokens = inputs["position_ids"].shape[0]
     blocks = transformer.transformer_blocks
     linears = [
@@ -249,15 +283,7 @@ def bench_transformer(
         [arm for arm, _ in plan],
         bench.top_kernels,
     )
-    with torch.no_grad():
-        for visit in range(rounds):
-            for number, (arm, enter) in enumerate(plan):
-                if progress is not None:
-                    progress(arm.name, visit * len(plan) + number, total)
-                if arm.failure is None:
-                    bench.visit(arm, enter, first=visit == 0)
-                if on_visit is not None:
-                    on_visit(result)
+    bench.rounds(plan, rounds, progress, lambda: on_visit(result) if on_visit is not None else None)
     return result
 
 
@@ -265,99 +291,99 @@ PEERS = {"compile": "compile", "torchao fp8 + compile": "torchao"}
 """The peers by the names they have in the table."""
 
 
-class _Bench:
-    def __init__(self, transformer: Any, inputs: dict[str, Any], session: Session, forwards: int) -> None:
-        self.transformer, self.inputs, self.session, self.forwards = transformer, inputs, session, forwards
-        self.reference: tuple[torch.Tensor, ...] | None = None
-        self.reference_delta: torch.Tensor | None = None
-        self.top_kernels: dict[str, list[tuple[str, float, float]]] = {}
-        self._peers: dict[str, Any] = {}
+AnyArm = TypeVar("AnyArm", bound=Arm)
+Enter = Callable[[ExitStack], Callable[[], Any]]
+"""Puts an arm in place, says how to take it off, and returns what runs it once."""
 
-    def visit(self, arm: Arm, enter: Callable[[ExitStack], Any], first: bool) -> None:
+
+class Visits(abc.ABC, Generic[AnyArm]):
+    """Switches between arms, times them, and asks a profiler once for each.
+
+    Args:
+        session: what h3opt's passes are installed in.
+        repeats: timed runs per visit, back to back.
+    """
+
+    def __init__(self, session: Session, repeats: int) -> None:
+        self.session, self.repeats = session, repeats
+        self.on_gpu = session.device.type == "cuda"
+        self.top_kernels: dict[str, list[tuple[str, float, float]]] = {}
+
+    @abc.abstractmethod
+    def check(self, arm: AnyArm, out: Any, work: Callable[[], Any]) -> None:
+        """Compare an arm's first output with eager's."""
+
+    def profiled(self, arm: AnyArm, work: Callable[[], Any]) -> Callable[[], Any] | None:
+        """What to run under the profiler: ``work``, a part of it, or nothing."""
+        return work
+
+    def rounds(
+        self,
+        plan: Sequence[tuple[AnyArm, Enter]],
+        rounds: int,
+        progress: Progress | None,
+        visited: Callable[[], None],
+    ) -> None:
+        """Visit every arm, ``rounds`` times."""
+        with torch.no_grad():
+            for visit in range(rounds):
+                for number, (arm, enter) in enumerate(plan):
+                    if progress is not None:
+                        progress(arm.name, visit * len(plan) + number, rounds * len(plan))
+                    if arm.failure is None:
+                        self.visit(arm, enter, first=visit == 0)
+                    visited()
+
+    def visit(self, arm: AnyArm, enter: Enter, first: bool) -> None:
         """Switch to an arm, check it on the first visit, time it, and switch back."""
         try:
             with ExitStack() as undo:
                 started = time.perf_counter()
-                model = enter(undo)
-                torch.cuda.synchronize()
+                work = enter(undo)
+                self._synchronize()
                 installed = time.perf_counter()
-
-                def forward(model: Any = model) -> Any:
-                    return model(**self.inputs)
-
-                out = forward()
-                torch.cuda.synchronize()
+                out = work()
+                self._synchronize()
                 if first:
                     arm.install_seconds, arm.first_call_seconds = installed - started, time.perf_counter() - installed
-                    self._check(arm, out, _first_delta(model, forward))
+                    self.check(arm, out, work)
                 del out
-                torch.cuda.reset_peak_memory_stats()
-                self._time(arm, forward)
-                arm.peak_gib = torch.cuda.max_memory_allocated() / 2**30
-                if first:
-                    self._profile(arm, forward)
+                if self.on_gpu:
+                    torch.cuda.reset_peak_memory_stats()
+                arm.rounds.append(self._time(work))
+                if self.on_gpu:
+                    arm.peak_gib = torch.cuda.max_memory_allocated() / 2**30
+                    if first and (part := self.profiled(arm, work)) is not None:
+                        self._profile(arm, part)
         except Exception as error:  # one arm must not cost the others their figures; the table shows it
             arm.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         gc.collect()
-        torch.cuda.empty_cache()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
 
-    def eager(self, undo: ExitStack) -> Any:
-        """The unmodified model."""
-        return self.transformer
+    def _synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
 
-    def compile(self, undo: ExitStack) -> Any:
-        """diffusers' ``compile_repeated_blocks``, on a shallow copy that shares the weights."""
-        if "compile" not in self._peers:
-            model = _sharing_weights(self.transformer)
-            model.compile_repeated_blocks(fullgraph=True)
-            self._peers["compile"] = model
-        return self._peers["compile"]
-
-    def torchao(self, undo: ExitStack) -> Any:
-        """torchao's row-wise dynamic FP8 with ``compile_repeated_blocks``."""
-        if "torchao" not in self._peers:
-            from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
-
-            model = _sharing_weights(self.transformer)
-            quantize_(
-                model.transformer_blocks,
-                Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
-                filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and "adaln" not in name,
-            )
-            model.compile_repeated_blocks(fullgraph=True)
-            self._peers["torchao"] = model
-        return self._peers["torchao"]
-
-    def h3opt(self, undo: ExitStack, passes: Sequence[Pass]) -> Any:
-        """h3opt with ``passes``."""
-        self.session.install(passes)
-        undo.callback(self.session.uninstall)
-        return self.transformer
-
-    def _check(self, arm: Arm, out: tuple[torch.Tensor, ...], delta: torch.Tensor) -> None:
-        if self.reference is None or self.reference_delta is None:
-            self.reference, self.reference_delta = tuple(tensor.clone() for tensor in out), delta
-        arm.block_error = relative_error(self.reference_delta, delta)
-        pairs = list(zip(self.reference, out, strict=True))
-        arm.differing = sum(bits_equal(one, other).differing for one, other in pairs)
-        distance = sum(float((one.double() - other.double()).square().sum()) for one, other in pairs)
-        size = sum(float(one.double().square().sum()) for one, _ in pairs)
-        arm.error = (distance / size) ** 0.5
-
-    def _time(self, arm: Arm, forward: Callable[[], Any]) -> None:
-        """Forwards back to back, as the denoising loop runs them: the host may run ahead of the GPU."""
+    def _time(self, work: Callable[[], Any]) -> float:
+        """Milliseconds of a run, of several back to back as in a denoising loop: the host may run ahead of the GPU."""
+        if not self.on_gpu:
+            started = time.perf_counter()
+            for _ in range(self.repeats):
+                work()
+            return (time.perf_counter() - started) * 1e3 / self.repeats
         start, end = torch.cuda.Event(True), torch.cuda.Event(True)
         start.record()
-        for _ in range(self.forwards):
-            forward()
+        for _ in range(self.repeats):
+            work()
         end.record()
         torch.cuda.synchronize()
-        arm.rounds.append(start.elapsed_time(end) / self.forwards)
+        return start.elapsed_time(end) / self.repeats
 
-    def _profile(self, arm: Arm, forward: Callable[[], Any]) -> None:
+    def _profile(self, arm: AnyArm, work: Callable[[], Any]) -> None:
         before, moved = self.session.operators_run(), self.session.bytes_moved()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            forward()
+            work()
             torch.cuda.synchronize()
         events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
         self.top_kernels[arm.name] = [
@@ -373,6 +399,77 @@ class _Bench:
                 kernel, expected = kernel_names.get(operator), ran - before[operator]
                 if kernel is not None:
                     arm.kernels[kernel] = (launches.get(kernel, 0), expected)
+
+
+class _Bench(Visits[Arm]):
+    def __init__(self, transformer: Any, inputs: dict[str, Any], session: Session, forwards: int) -> None:
+        super().__init__(session, forwards)
+        self.transformer, self.inputs = transformer, inputs
+        self.reference: tuple[torch.Tensor, ...] | None = None
+        self.reference_delta: torch.Tensor | None = None
+        self._peers: dict[str, Any] = {}
+
+    def forward(self, undo: ExitStack, model: Callable[[ExitStack], Any]) -> Callable[[], Any]:
+        """One forward of the model that ``model`` puts in place."""
+        return _Forward(model(undo), self.inputs)
+
+    def eager(self, undo: ExitStack) -> Any:
+        """The unmodified model."""
+        return self.transformer
+
+    def compile(self, undo: ExitStack) -> Any:
+        """diffusers' ``compile_repeated_blocks``, on a shallow copy that shares the weights."""
+        if "compile" not in self._peers:
+            model = sharing_weights(self.transformer)
+            model.compile_repeated_blocks(fullgraph=True)
+            self._peers["compile"] = model
+        return self._peers["compile"]
+
+    def torchao(self, undo: ExitStack) -> Any:
+        """torchao's row-wise dynamic FP8 with ``compile_repeated_blocks``."""
+        if "torchao" not in self._peers:
+            from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+            model = sharing_weights(self.transformer)
+            quantize_(
+                model.transformer_blocks,
+                Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
+                filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and "adaln" not in name,
+            )
+            model.compile_repeated_blocks(fullgraph=True)
+            self._peers["torchao"] = model
+        return self._peers["torchao"]
+
+    def h3opt(self, undo: ExitStack, passes: Sequence[Pass]) -> Any:
+        """h3opt with ``passes``."""
+        self.session.install(passes)
+        undo.callback(self.session.uninstall)
+        return self.transformer
+
+    def check(self, arm: Arm, out: tuple[torch.Tensor, ...], work: Any) -> None:
+        delta = _first_delta(work.model, work)
+        if self.reference is None or self.reference_delta is None:
+            self.reference, self.reference_delta = tuple(tensor.clone() for tensor in out), delta
+        arm.block_error = relative_error(self.reference_delta, delta)
+        arm.differing, arm.error = distance(self.reference, out)
+
+
+@dataclass
+class _Forward:
+    model: Any
+    inputs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return self.model(**self.inputs)
+
+
+def distance(reference: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> tuple[int, float]:
+    """Elements that differ, and ``‖out − reference‖ / ‖reference‖``, over several tensors."""
+    pairs = list(zip(reference, out, strict=True))
+    differing = sum(bits_equal(one, other).differing for one, other in pairs)
+    apart = sum(float((one.double() - other.double()).square().sum()) for one, other in pairs)
+    size = sum(float(one.double().square().sum()) for one, _ in pairs)
+    return differing, (apart / size) ** 0.5
 
 
 def _first_delta(model: Any, forward: Callable[[], Any]) -> torch.Tensor:
@@ -430,7 +527,7 @@ def _best_of(work: Callable[[], Any], times: int = 7) -> float:
     return statistics.median(seconds[2:])
 
 
-def _sharing_weights(model: Any) -> Any:
+def sharing_weights(model: Any) -> Any:
     """A copy of the module tree whose parameters and buffers are the original's, not copies of them."""
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return copy.deepcopy(model, shared)

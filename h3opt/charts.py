@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from h3opt.bench import TransformerBench
+from h3opt.bench import ArmTables
 from h3opt.errors import MissingDependencyError, PipelineError
 
 _COLORS = {"attention": "#3b6ea5", "gemm": "#7aa974", "h3opt": "#d98c3f", "other": "#b0b0b0"}
 
 
-def write_bench_chart(path: Path, bench: TransformerBench) -> None:
-    """One bar per arm: milliseconds per forward, split into where a profiler saw them go.
+def write_bench_chart(path: Path, bench: ArmTables) -> None:
+    """One bar per arm: its milliseconds, split into where a profiler saw them go.
 
     Args:
         path: of the PNG.
@@ -32,17 +32,15 @@ def write_bench_chart(path: Path, bench: TransformerBench) -> None:
     for row, (arm, ms) in enumerate(arms):
         left = 0.0
         for kind, color in _COLORS.items():
-            width = arm.spent.get(kind, 0.0)
+            width = arm.spent.get(kind, 0.0) / bench.profiled_share(arm)
             axes.barh(row, width, left=left, color=color, label=kind if row == 0 else None)
             left += width
         axes.text(max(left, ms), row, f" {ms:.0f} ms", va="center", fontsize=8)
         axes.plot([ms, ms], [row - 0.4, row + 0.4], color="black", linewidth=1)
     axes.set_yticks(range(len(arms)), [arm.name for arm, _ in arms], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(
-        "ms per forward (black line: measured end to end; colours: time of kernels by a profiler)", fontsize=8
-    )
-    axes.set_title(f"{bench.device}, {bench.layers} blocks, {bench.canvas}, {bench.tokens} tokens", fontsize=10)
+    axes.set_xlabel("ms (black line: measured end to end; colours: time of kernels by a profiler)", fontsize=8)
+    axes.set_title(bench.title, fontsize=10)
     axes.set_xlim(0, 1.12 * max((ms for _, ms in arms), default=1.0))
     figure.legend(loc="outside lower center", ncols=4, fontsize=8)
     partial = path.parent / f".{path.stem}.{os.getpid()}.png"

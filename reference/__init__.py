@@ -1,4 +1,4 @@
-"""The unmodified MiniMax-H3 pipeline at a tiny size, its full-size transformer, and the weights of LPIPS.
+"""The unmodified MiniMax-H3 pipeline at a tiny size, its models at full size, real clips, and the weights of LPIPS.
 
 Nothing here imports h3opt's engine: this is what the engine is compared with.
 """
@@ -8,15 +8,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from h3opt.reference.full import CANVASES, Canvas, full_inputs, full_transformer, full_vae, parse_canvas
+    from h3opt.reference.full import (
+        CANVASES,
+        Canvas,
+        decode_inputs,
+        decode_pipeline,
+        full_audio_vae,
+        full_inputs,
+        full_transformer,
+        full_vae,
+        parse_canvas,
+    )
+    from h3opt.reference.natural_clips import ClipsMissingError, load_natural_clips
     from h3opt.reference.tiny import save_tiny, tiny_call, tiny_pipeline
 
 __all__ = [
     "CANVASES",
     "Canvas",
+    "ClipsMissingError",
+    "decode_inputs",
+    "decode_pipeline",
+    "full_audio_vae",
     "full_inputs",
     "full_transformer",
     "full_vae",
+    "load_natural_clips",
     "parse_canvas",
     "save_tiny",
     "tiny_call",
@@ -24,7 +40,18 @@ __all__ = [
 ]
 
 _MODULES = {
-    "full": ("CANVASES", "Canvas", "full_inputs", "full_transformer", "full_vae", "parse_canvas"),
+    "full": (
+        "CANVASES",
+        "Canvas",
+        "decode_inputs",
+        "decode_pipeline",
+        "full_audio_vae",
+        "full_inputs",
+        "full_transformer",
+        "full_vae",
+        "parse_canvas",
+    ),
+    "natural_clips": ("ClipsMissingError", "load_natural_clips"),
     "tiny": ("save_tiny", "tiny_call", "tiny_pipeline"),
 }
 

@@ -1,4 +1,4 @@
-"""The MiniMax-H3 transformer at its real size with random weights, and inputs as the pipeline lays them out.
+"""MiniMax-H3's models at their real size with random weights, and inputs as the pipeline lays them out.
 
 For benchmarks and for checks at real geometry: 33.1 billion parameters (66 GB in bfloat16) are drawn on the
 device they stay on, so nothing is downloaded and no second copy is ever held.
@@ -9,20 +9,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_minimax_h3 import AutoencoderKLMiniMaxH3
+from diffusers.models.autoencoders.autoencoder_kl_minimax_h3_audio import AutoencoderKLMiniMaxH3Audio
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Transformer3DModel
 from diffusers.modular_pipelines.minimax_h3.before_denoise import (
     MiniMaxH3PrepareLayoutStep,
     MiniMaxH3SetTimestepsStep,
 )
+from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3DecodeStep
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import (
     MINIMAX_H3_AUDIO_CHANNELS,
     MINIMAX_H3_AUDIO_TAG,
     MINIMAX_H3_TEXT_TAG,
     MINIMAX_H3_VIDEO_TAG,
+    MiniMaxH3ModularPipeline,
     align_num_frames,
     audio_latent_num_frames,
     video_latent_num_frames,
@@ -150,6 +153,58 @@ def full_vae(
             raise RuntimeError("this diffusers version computes a buffer that full_vae does not know")
         fill_random(model, torch.Generator(device).manual_seed(seed))
     return model.eval()
+
+
+def full_audio_vae(device: str | torch.device = "cuda", seed: int = 0, **config: Any) -> AutoencoderKLMiniMaxH3Audio:
+    """The unmodified audio VAE at its released geometry with random weights, float32 as it is always loaded.
+
+    Args:
+        device: where the weights go. They are drawn on the CPU, so they are the same on every device.
+        seed: of the weights. The global random state is left alone.
+        config: further arguments of the class, to shrink it; latents are neither scaled nor shifted by default.
+
+    Returns:
+        the model in eval mode, its parameters without gradients.
+    """
+    channels = config.get("latent_channels", 32)
+    config = {"latents_mean": [0.0] * channels, "latents_std": [1.0] * channels, **config}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoencoderKLMiniMaxH3Audio(**config)
+    fill_random(model, torch.Generator().manual_seed(seed))
+    return model.eval().requires_grad_(False).to(device)
+
+
+def decode_pipeline(vae: AutoencoderKLMiniMaxH3, audio_vae: AutoencoderKLMiniMaxH3Audio) -> MiniMaxH3ModularPipeline:
+    """The part of the unmodified pipeline that decodes video and then sound, with these models."""
+    pipeline = cast(MiniMaxH3ModularPipeline, MiniMaxH3DecodeStep().init_pipeline())
+    pipeline.update_components(vae=vae, audio_vae=audio_vae)
+    return pipeline
+
+
+def decode_inputs(
+    canvas: str | Canvas = "544x960x124", *, device: str | torch.device = "cuda", seed: int = 0, channels: int = 24
+) -> dict[str, torch.Tensor]:
+    """What `decode_pipeline` is called with: random latents as denoising leaves them, float32.
+
+    Args:
+        canvas: as for `full_inputs`.
+        device: of the tensors. They are drawn on the CPU, so they are the same on every device.
+        seed: of the latents.
+        channels: of the video latents.
+
+    Returns:
+        `latents` [1, channels, frames, rows, columns] and `audio_latents` [2, 32, frames].
+
+    Raises:
+        ValueError: for a canvas the pipeline would refuse.
+    """
+    if isinstance(canvas, str):
+        canvas = parse_canvas(canvas)
+    generator = torch.Generator().manual_seed(seed)
+    latents = torch.randn(1, channels, *canvas.latents, generator=generator)
+    audio = torch.randn(MINIMAX_H3_AUDIO_CHANNELS, 32, canvas.audio_latents, generator=generator)
+    return {"latents": latents.to(device), "audio_latents": audio.to(device)}
 
 
 def full_inputs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -61,6 +62,34 @@ def _steps(block: Any) -> Iterator[Any]:
     yield block
     for inner in getattr(block, "sub_blocks", {}).values():
         yield from _steps(inner)
+
+
+class Stream:
+    """Stands for a CUDA stream: writes down what it is told to do."""
+
+    def __init__(self, log: list[str], name: str, device: Any = None) -> None:
+        self.log, self.name, self.device, self.events = log, name, device, 0
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        self.events += 1
+        return f"{self.name} {self.events}"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+
+@pytest.fixture
+def stream_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What two streams did, the computing one and that of a pass."""
+    log: list[str] = []
+    compute = Stream(log, "compute")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(log, "side", device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    return log
 
 
 class SharedPipelines:

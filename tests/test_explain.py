@@ -7,9 +7,11 @@ import functools
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from h3opt import explain as explaining
 from h3opt.components import PipelineView
@@ -21,6 +23,8 @@ from h3opt.protocol import GraphPass, Rule, SchedulePass
 from h3opt.reference import full_vae
 from h3opt.registry import find_pass, list_passes, make_pass
 from h3opt.report import PassReport
+from h3opt.seam_picture import seam_picture
+from h3opt.session import optimize
 
 PASSES = list_passes()
 SHORT = GenerationSettings(num_inference_steps=2)
@@ -136,3 +140,32 @@ def test_a_pass_builds_on_what_it_comes_after_directly_and_through_others(monkey
     stubs = [Stub("c", ("b", "not_installed")), Stub("b", ("a",)), Stub("a", ("c",)), Stub("z")]
     monkeypatch.setattr(explaining, "list_passes", lambda: stubs)
     assert sorted(explaining._with_what_it_builds_on("c")) == ["a", "b", "c"]
+
+
+def test_a_picture_shows_the_tiles_and_what_they_changed(pipe: Any, tmp_path: Path) -> None:
+    latents = torch.randn(1, 24, 12, 4, 6, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = pipe.vae.decode(latents[:, :, :7], return_dict=False)[0]
+    found = seam_picture(pipe, make_pass("tile_geometry", {"tile": "64x64x16"}), latents)
+    assert found.unmodified.shape == found.candidate.shape == (expected.shape[2], 3, 64, 96)
+    assert found.unmodified_borders == ([], []) and found.candidate_borders == ([], [32, 64])
+    data = found.to_dict()
+    assert data["largest_difference"] > 0 and data["seam_visibility"]["unmodified"] == 1.0
+    found.write(tmp_path / "seams.png")
+    assert (tmp_path / "seams.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(PipelineError, match="cannot write"):
+        found.write(tmp_path / "none" / "seams.png")
+    mean, std = (torch.tensor(one).view(1, -1, 1, 1, 1) for one in (pipe.pixel_mean, pipe.pixel_std))
+    assert torch.equal((expected * std + mean).clamp(0, 1)[0].transpose(0, 1), found.unmodified)
+
+
+def test_batches_change_no_border_and_what_was_installed_comes_back(pipe: Any) -> None:
+    latents = torch.randn(1, 24, 7, 4, 6, generator=torch.Generator().manual_seed(0))
+    with optimize(pipe, ["memory_query_reuse"], "cpu") as opt:
+        found = seam_picture(pipe, make_pass("tile_batch"), latents)
+        assert opt.active and "_decode" in vars(pipe.vae)
+    assert found.unmodified_borders == found.candidate_borders
+    with pytest.raises(PipelineError, match="cuts no video into tiles"):
+        seam_picture(pipe, make_pass("fused_swiglu"), latents)
+    with pytest.raises(PipelineError, match="larger than the frame"):
+        seam_picture(pipe, make_pass("tile_geometry"), latents)

@@ -32,6 +32,7 @@ COLUMNS = {
     "swiglu_quantize": FEED_FORWARD,
     "head_norm_rope": HEAD_DIM,
     "head_norm_rope_quantize": HEAD_DIM,
+    "unweighted_norm_rope": HEAD_DIM,
     "quantize_heads": HEAD_DIM,
     "dynamic_head_scale": HEAD_DIM,
 }
@@ -70,7 +71,7 @@ def variants(name: str) -> dict[str, Callable]:
             quantize.quantize_heads,
             [{"block": b, "num_warps": w} for b, w in ((8, 4), (16, 2), (16, 4), (32, 4), (64, 8))],
         )
-    if name in ("head_norm_rope", "head_norm_rope_quantize"):
+    if name in ("head_norm_rope", "head_norm_rope_quantize", "unweighted_norm_rope"):
         blocks = [(4, 1), (8, 1), (16, 1), (8, 2), (16, 2), (16, 4), (64, 8)]
         choices = [{"block": b, "num_warps": w, "shuffle": s} for s in (True, False) for b, w in blocks]
         return options(getattr(rope, name), choices)

@@ -44,7 +44,7 @@ def op_inputs(name, tokens, columns, rows=3, batch=1, dtype=torch.bfloat16, devi
         return x, make((batch, tokens, columns), 4, special), gate, weight, scale, shift, index, 1e-5
     if name in ("swiglu", "swiglu_quantize"):
         return (make((batch, tokens, 2 * columns), 0, special, magnitude=2.0),)
-    if name in ("head_norm_rope", "head_norm_rope_quantize"):
+    if name in ("head_norm_rope", "head_norm_rope_quantize", "unweighted_norm_rope"):
         # q out of a fused q, k, v projection: strided.
         fused = make((batch, tokens, 3 * heads * columns), 0, special, magnitude=2.0)
         q = fused.chunk(3, dim=-1)[0].unflatten(-1, (heads, columns))
@@ -52,6 +52,8 @@ def op_inputs(name, tokens, columns, rows=3, batch=1, dtype=torch.bfloat16, devi
         angle = make((tokens, rotary // 2), 5, dtype=torch.float32, magnitude=3.0)
         angle = torch.cat([angle, angle], dim=-1)
         head_scale = make((heads,), 6, dtype=torch.float32, magnitude=30.0).abs()
+        if name == "unweighted_norm_rope":
+            return q, angle.cos()[None], angle.sin()[None], 1e-5
         table = (q, weight, angle.cos(), angle.sin())
         return (*table, 1e-5) if name == "head_norm_rope" else (*table, head_scale, 1e-5)
     if name == "scaled_linear":

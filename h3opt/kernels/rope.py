@@ -37,9 +37,11 @@ MAX_HEAD_DIM = 128
 def norm_rope_tile(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, first_head, head_stride, eps,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, SHUFFLE: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, SHUFFLE: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK heads of the token at x_ptr: (rotated [BLOCK * LANES, 4] in x's dtype, heads, columns, mask).
+
+    Unless WEIGHTED, weight_ptr is not read and the norm's result not multiplied.
 
     Memory is addressed by flat rows (head, lane) of four channels, arithmetic is on [BLOCK, LANES, 4]: so every
     compiler version puts a head across the lanes of one warp, and nothing moves through shared memory.
@@ -57,8 +59,10 @@ def norm_rope_tile(
     rstd = rstd[:, None, None]
     lane = tl.arange(0, LANES)[:, None]
     channel = lane * VECTOR + vector
-    weight = widen(tl.load(weight_ptr + channel, mask=channel < HEAD_DIM, other=0.0))[None, :, :]
-    normed = narrow(weight * (rstd * x), dtype)
+    normed = rstd * x
+    if WEIGHTED:
+        normed = widen(tl.load(weight_ptr + channel, mask=channel < HEAD_DIM, other=0.0))[None, :, :] * normed
+    normed = narrow(normed, dtype)
 
     # The partner of a channel: HALF to the right in the first half, to the left in the second. By whole lanes where
     # it can be: for a shuffle between lanes, or so that the compiler sees four neighbours and loads them at once.
@@ -80,8 +84,10 @@ def norm_rope_tile(
             pair = tl.where(channel < HALF, channel + HALF, tl.where(channel < ROTARY, channel - HALF, channel))
         pair_tile = tl.load(x_ptr + head * head_stride + row_pair, mask=inside, other=0.0)
         pair_x = widen(tl.reshape(pair_tile, (BLOCK, LANES, VECTOR)))
-        pair_weight = widen(tl.load(weight_ptr + pair, mask=channel < HEAD_DIM, other=0.0))[None, :, :]
-        partner = narrow(pair_weight * (rstd * pair_x), dtype)
+        partner = rstd * pair_x
+        if WEIGHTED:
+            partner = widen(tl.load(weight_ptr + pair, mask=channel < HEAD_DIM, other=0.0))[None, :, :] * partner
+        partner = narrow(partner, dtype)
 
     turning = channel < ROTARY
     cos = narrow(widen(tl.load(cos_ptr + channel, mask=turning, other=0.0)), dtype)
@@ -108,7 +114,23 @@ def head_norm_rope_kernel(
     token = (tl.program_id(0) % tokens).to(tl.int64)
     out, head, column, inside = norm_rope_tile(
         x_ptr + row * token_stride, weight_ptr, cos_ptr + token * cos_stride, sin_ptr + token * sin_stride,
-        tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES, SHUFFLE,
+        tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES, SHUFFLE, True,
+    )  # fmt: skip
+    tl.store(out_ptr + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + column, out, mask=inside)
+
+
+@triton.jit
+def unweighted_norm_rope_kernel(
+    x_ptr, cos_ptr, sin_ptr, out_ptr,
+    angle_rows, token_stride, head_stride, cos_stride, sin_stride, eps,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, SHUFFLE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = (tl.program_id(0) % angle_rows).to(tl.int64)
+    out, head, column, inside = norm_rope_tile(
+        x_ptr + row * token_stride, x_ptr, cos_ptr + token * cos_stride, sin_ptr + token * sin_stride,
+        tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES, SHUFFLE, False,
     )  # fmt: skip
     tl.store(out_ptr + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + column, out, mask=inside)
 
@@ -124,14 +146,14 @@ def head_norm_rope_quantize_kernel(
     token = (tl.program_id(0) % tokens).to(tl.int64)
     out, head, column, inside = norm_rope_tile(
         x_ptr + row * token_stride, weight_ptr, cos_ptr + token * cos_stride, sin_ptr + token * sin_stride,
-        tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES, SHUFFLE,
+        tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES, SHUFFLE, True,
     )  # fmt: skip
     scale = tl.load(head_scale_ptr + head, mask=head < HEADS, other=0.0)
     codes = saturate_e4m3(widen(out) * scale)
     tl.store(out_ptr + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + column, codes, mask=inside)
 
 
-def _launch(kernel, x, weight, cos, sin, extra, out, eps, block, num_warps, shuffle):
+def _launch(kernel, x, weights, cos, sin, extra, out, eps, block, num_warps, shuffle):
     heads, head_dim, rotary = x.shape[-2], x.shape[-1], cos.shape[-1]
     rows = x.reshape(-1, heads, head_dim)
     if rows.stride(2) != 1:
@@ -141,8 +163,8 @@ def _launch(kernel, x, weight, cos, sin, extra, out, eps, block, num_warps, shuf
     shuffle = SHUFFLE if shuffle is None else shuffle
     if out.numel():
         kernel[(rows.shape[0], triton.cdiv(heads, block))](
-            rows, weight.contiguous(), cos, sin, *extra, out,
-            x.shape[-3], rows.stride(0), rows.stride(1), cos.stride(0), sin.stride(0), eps,
+            rows, *(weight.contiguous() for weight in weights), cos, sin, *extra, out,
+            cos.shape[0], rows.stride(0), rows.stride(1), cos.stride(0), sin.stride(0), eps,
             HEADS=heads, HEAD_DIM=head_dim, ROTARY=rotary, BLOCK=block,
             LANES=triton.next_power_of_2(head_dim // 4),
             SHUFFLE=shuffle and rotary % 8 == 0 and rotary > 0,
@@ -156,7 +178,14 @@ def head_norm_rope(
 ) -> torch.Tensor:
     """Launch `head_norm_rope_kernel` on x [..., tokens, heads, head_dim], head_dim % 4 == 0 and <= MAX_HEAD_DIM."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return _launch(head_norm_rope_kernel, x, weight, cos, sin, (), out, eps, block, num_warps, shuffle)
+    return _launch(head_norm_rope_kernel, x, (weight,), cos, sin, (), out, eps, block, num_warps, shuffle)
+
+
+def unweighted_norm_rope(x, cos, sin, eps, block=HEADS_PER_PROGRAM, num_warps=NUM_WARPS, shuffle=None) -> torch.Tensor:
+    """Launch `unweighted_norm_rope_kernel`; as `head_norm_rope`, with cos and sin [1 or batch, tokens, rotary]."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    angles = (one.flatten(0, 1) for one in (cos, sin))
+    return _launch(unweighted_norm_rope_kernel, x, (), *angles, (), out, eps, block, num_warps, shuffle)
 
 
 def head_norm_rope_quantize(
@@ -173,4 +202,4 @@ def head_norm_rope_quantize(
     """Launch `head_norm_rope_quantize_kernel`; as `head_norm_rope`, with head_scale float32 [heads]."""
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     extra = (head_scale.contiguous(),)
-    return _launch(head_norm_rope_quantize_kernel, x, weight, cos, sin, extra, out, eps, block, num_warps, shuffle)
+    return _launch(head_norm_rope_quantize_kernel, x, (weight,), cos, sin, extra, out, eps, block, num_warps, shuffle)

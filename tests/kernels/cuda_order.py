@@ -68,10 +68,13 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def head_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    normed = rms_norm(x.contiguous(), weight, eps)
+    return rotate_half(rms_norm(x.contiguous(), weight, eps), cos, sin)
+
+
+def rotate_half(normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotary = cos.shape[-1]
     half = rotary // 2
-    cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
+    cos, sin = cos.to(normed.dtype)[:, None], sin.to(normed.dtype)[:, None]
     out = normed.clone()
     left, right = normed[..., :half], normed[..., half:rotary]
     out[..., :half] = left * cos[..., :half] + -right * sin[..., :half]

@@ -215,6 +215,20 @@ def test_rope(shape, part, shuffle, dtype, seed, magnitude, special, strided):
     assert differing(quantized, cuda_order.quantize_heads(expected, head_scale)) == 0
 
 
+@given(shape=rope_shapes, part=st.floats(0, 1), shuffle=st.booleans(), shared=st.booleans(), **drawn)
+def test_rope_without_weight(shape, part, shuffle, shared, dtype, seed, magnitude, special, strided):
+    batch, tokens, heads, head_dim = shape
+    rotary = max(2, 2 * int(part * head_dim / 2))
+    x = values((batch, tokens, heads * head_dim), dtype, seed, magnitude, special, strided)
+    x = x.unflatten(-1, (heads, head_dim))
+    cos, sin = values((2, 1 if shared else batch, tokens, rotary), torch.float32, seed + 2)
+    # in float32 and then rounded, as the video decoder does it, and each sample by its own angles
+    normed = cuda_order.rms_norm(x.float().contiguous(), torch.ones(head_dim), 1e-5).to(dtype)
+    each = zip(normed, cos.expand(batch, -1, -1), sin.expand(batch, -1, -1), strict=True)
+    expected = torch.stack([cuda_order.rotate_half(*one) for one in each])
+    assert differing(rope.unweighted_norm_rope(x, cos, sin, 1e-5, block=4, shuffle=shuffle), expected) == 0
+
+
 def test_rope_rotates_h3_heads():
     x = values((1, 2, 7, 128), torch.bfloat16, 0)
     weight = values((128,), torch.bfloat16, 1)
@@ -303,6 +317,17 @@ def test_swiglu_mutant_without_the_rounding_of_silu_is_seen(monkeypatch):
     monkeypatch.setattr(swiglu, "narrow", unrounded)
     x = values((3, 400), torch.bfloat16, 1)
     assert differing(swiglu.swiglu(x), cuda_order.swiglu(x)) > 0
+
+
+def test_rope_without_weight_rotates_decoder_heads_and_its_mutant_is_seen(monkeypatch):
+    x = values((2, 2, 5, 64), torch.bfloat16, 0)
+    cos, sin = values((2, 1, 2, 48), torch.float32, 2)
+    ones = torch.ones(64, dtype=torch.bfloat16)
+    expected = cuda_order.head_norm_rope(x, ones, cos[0], sin[0], 1e-5)
+    for shuffle in (False, True):
+        assert differing(rope.unweighted_norm_rope(x, cos, sin, 1e-5, shuffle=shuffle), expected) == 0
+    monkeypatch.setattr(rope, "negate", triton.jit(_same))
+    assert differing(rope.unweighted_norm_rope(x, cos, sin, 1e-5), expected) > 0
 
 
 def test_rope_mutant_that_forgets_the_minus_is_seen(monkeypatch):

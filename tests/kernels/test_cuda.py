@@ -16,7 +16,7 @@ from . import cuda_order
 pytestmark = pytest.mark.gpu
 
 FUSED = sorted(set(kernel_names) - set(ops.CLOSE))
-HEAD_OPS = ("head_norm_rope", "head_norm_rope_quantize", "quantize_heads", "dynamic_head_scale")
+HEAD_OPS = ("head_norm_rope", "head_norm_rope_quantize", "unweighted_norm_rope", "quantize_heads", "dynamic_head_scale")
 
 
 @pytest.fixture(autouse=True)

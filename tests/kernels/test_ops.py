@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from h3opt.kernels import DEFINITIONS, kernel_names, ops
-from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs
+from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs, values
 
 OPS = sorted(DEFINITIONS)
 FAMILIES = ("norm", "quantize", "swiglu", "rope", "resample")
@@ -89,6 +89,21 @@ def test_head_norm_rope_is_that_of_diffusers():
     scale = torch.tensor([1.0, 900.0, 0.25])
     cast = (expected.float() * scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
     assert differing(ops.head_norm_rope_quantize(x, weight, cos, sin, scale, eps), cast) == 0
+
+
+def test_unweighted_norm_rope_is_that_of_diffusers_video_decoder(monkeypatch):
+    from diffusers.models.autoencoders import autoencoder_kl_minimax_h3 as decoder
+
+    seen = []
+    monkeypatch.setattr(decoder, "dispatch_attention_fn", lambda q, k, v, **_: seen.extend((q, k)) or v)
+    attention = decoder.MiniMaxH3VideoAttention(dim=64, heads=2, dim_head=32, bias=True).bfloat16()
+    x = values((2, 6, 64), torch.bfloat16, "cpu", 0)
+    cos, sin = values((2, 2, 6, 1, 24), torch.float32, "cpu", 1)
+    with torch.no_grad():
+        attention(x, (cos, sin))
+        for found, projection in zip(seen, (attention.to_q, attention.to_k), strict=True):
+            heads = projection(x).unflatten(2, (2, 32))
+            assert differing(ops.unweighted_norm_rope(heads, cos[:, :, 0], sin[:, :, 0], 1e-5), found) == 0
 
 
 def test_resampling_is_the_activation_of_diffusers():

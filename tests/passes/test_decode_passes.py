@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -126,52 +126,24 @@ def test_without_a_video_vae_they_decline(name: str, pipe: Any) -> None:
 # --- streams ---------------------------------------------------------------------------------------------------
 
 
-class Stream:
-    """Stands for a CUDA stream: writes down what it is told to do."""
-
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name, self.events = log, name, 0
-
-    def wait_stream(self, other: Stream) -> None:
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def record_event(self) -> str:
-        self.events += 1
-        return f"{self.name} {self.events}"
-
-    def wait_event(self, event: str) -> None:
-        self.log.append(f"{self.name} waits for {event}")
-
-
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What two streams did, the computing one and that of ``SideStream``."""
-    log: list[str] = []
-    compute = Stream(log, "compute")
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(log, "side"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    return log
-
-
-def test_memory_of_a_tile_is_given_back_after_the_computing_stream_waits_for_its_merge(log: list[str]) -> None:
+def test_memory_of_a_tile_is_given_back_after_the_computing_stream_waits_for_its_merge(stream_log: list[str]) -> None:
     lane = SideStream()
 
     def merge(number: int) -> Callable[[], list[torch.Tensor]]:
         tile = torch.zeros(1)
-        weakref.finalize(tile, log.append, f"tile {number} is free")
-        return lambda: log.append(f"merge {number}") or [tile]  # type: ignore[func-returns-value]
+        weakref.finalize(tile, stream_log.append, f"tile {number} is free")
+        return lambda: stream_log.append(f"merge {number}") or [tile]  # type: ignore[func-returns-value]
 
     for number in (1, 2, 3):
         lane.run(merge(number), torch.device("cuda", 0))
     lane.finish()
     in_turn = ["side waits for compute", "merge 1", "side waits for compute", "merge 2", "compute waits for side 1"]
     in_turn += ["tile 1 is free", "side waits for compute", "merge 3", "compute waits for side 2", "tile 2 is free"]
-    assert log == [*in_turn, "compute waits for side", "tile 3 is free"]
+    assert stream_log == [*in_turn, "compute waits for side", "tile 3 is free"]
     assert len(lane.streams) == 1, "one stream for all decodes, as each has a memory pool of its own"
 
 
-def test_the_streams_join_when_a_merge_fails(log: list[str]) -> None:
+def test_the_streams_join_when_a_merge_fails(stream_log: list[str]) -> None:
     lane = SideStream()
 
     def fail() -> list[torch.Tensor]:
@@ -180,9 +152,9 @@ def test_the_streams_join_when_a_merge_fails(log: list[str]) -> None:
     with pytest.raises(RuntimeError, match="out of luck"):
         lane.run(fail, torch.device("cuda", 0))
     lane.finish()
-    assert log == ["side waits for compute", "compute waits for side"] and not lane.held
+    assert stream_log == ["side waits for compute", "compute waits for side"] and not lane.held
     lane.finish()
-    assert len(log) == 2, "there is nothing to wait for any more"
+    assert len(stream_log) == 2, "there is nothing to wait for any more"
 
 
 # --- memory ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,138 @@
+"""The video decoder's per-head RMSNorm and rotary embedding as one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import rms_norm
+
+from h3opt.kernels import ops
+from h3opt.patterns import turn, turn_lines_up
+from h3opt.promises import Exact
+from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, Rule
+from h3opt.registry import register
+from h3opt.rewrite import Match
+from h3opt.testing import Draw, norm_and_turn, rewired
+
+aten = torch.ops.aten
+
+
+def widened(
+    x: Any, shape: Any, eps: Any, cos: Any, sin: Any, dim: Any, half: Any, rotary: Any, end: Any, wide: Any, own: Any
+) -> Any:
+    """In 16 bits: the decoder norms in float32 and rounds to its own dtype before it turns."""
+    normed = aten.to.dtype(aten.rms_norm(aten.to.dtype(x, wide), shape, None, eps), own)
+    return turn(normed, cos, sin, dim, half, rotary, end)
+
+
+def fused_widened(
+    x: Any, shape: Any, eps: Any, cos: Any, sin: Any, dim: Any, half: Any, rotary: Any, end: Any, wide: Any, own: Any
+) -> Any:
+    return ops.unweighted_norm_rope(x, aten.squeeze.dim(cos, 2), aten.squeeze.dim(sin, 2), eps)
+
+
+def single(x: Any, shape: Any, eps: Any, cos: Any, sin: Any, dim: Any, half: Any, rotary: Any, end: Any) -> Any:
+    """In float32 there is nothing to cast."""
+    return turn(aten.rms_norm(x, shape, None, eps), cos, sin, dim, half, rotary, end)
+
+
+def fused_single(x: Any, shape: Any, eps: Any, cos: Any, sin: Any, dim: Any, half: Any, rotary: Any, end: Any) -> Any:
+    return ops.unweighted_norm_rope(x, aten.squeeze.dim(cos, 2), aten.squeeze.dim(sin, 2), eps)
+
+
+def lines_up(match: Match) -> str | None:
+    """Why a site is not the decoder's: other shapes, or casts that are not those around a float32 norm."""
+    if (reason := turn_lines_up(match, per_sample=True)) is not None:
+        return reason
+    dtypes = match.dtypes("x", "cos", "sin")
+    if len(dtypes) != 1:
+        return "heads and angles have different dtypes"
+    wide, own = (match.bound.get(name, torch.float32) for name in ("wide", "own"))
+    if wide != torch.float32 or own not in dtypes:
+        return f"heads in {next(iter(dtypes))} are normed in {wide} and rounded to {own}"
+    return None
+
+
+@register
+@dataclass(frozen=True)
+class VAEFusedQKV(GraphPass):
+    """Q and K of the video decoder are normed in float32, turned and laid out in one kernel each; eager launches nine.
+
+    V is left where its projection wrote it: attention reads it there.
+    """
+
+    name = "vae_fused_qkv"
+    promise = Exact()
+
+    def rules(self) -> Sequence[Rule]:
+        return (Rule(widened, fused_widened, guard=lines_up), Rule(single, fused_single, guard=lines_up))
+
+    def expect(self, facts: GraphFacts) -> int | None:
+        return facts.per(vae_block=2)
+
+    def example(self, draw: Draw) -> Example:
+        return Example(_norm_and_turn, _arguments(draw))
+
+    def declines(self) -> Sequence[Decline]:
+        def weighted(draw: Draw) -> Example:
+            return Example(norm_and_turn, draw.rotary())
+
+        def normed_in_sixteen_bits(draw: Draw) -> Example:
+            def model(x, cos, sin):
+                return _turn(rms_norm(x, (x.shape[-1],), None, 1e-5), cos, sin)
+
+            return Example(model, tuple(one.bfloat16() for one in _arguments(draw)))
+
+        def turned_in_float32(draw: Draw) -> Example:
+            def model(x, cos, sin):
+                return _turn(rms_norm(x.float(), (x.shape[-1],), None, 1e-5), cos, sin).to(x.dtype)
+
+            return Example(model, tuple(one.bfloat16() for one in _arguments(draw)))
+
+        def promoted(draw: Draw) -> Example:
+            x, cos, sin = _arguments(draw)
+            return Example(
+                lambda x, cos, sin: _turn(rms_norm(x, (x.shape[-1],), None, 1e-5), cos, sin),
+                (x, cos.double(), sin.double()),
+            )
+
+        return (
+            Decline("the norm has a weight, as in the transformer", weighted),
+            Decline("the norm's result is rounded but not its input widened", normed_in_sixteen_bits),
+            Decline("nothing is rounded between norm and rotation", turned_in_float32),
+            Decline("the angles have another dtype, so the product is promoted", promoted),
+        )
+
+    def mutants(self) -> Sequence[Mutant]:
+        def backwards(x, shape, eps, cos, sin, dim, half, rotary, end):
+            return ops.unweighted_norm_rope(x, aten.squeeze.dim(cos, 2), aten.neg(aten.squeeze.dim(sin, 2)), eps)
+
+        def not_rounded_between(x, shape, eps, cos, sin, dim, half, rotary, end, wide, own):
+            turned = turn(aten.rms_norm(aten.to.dtype(x, wide), shape, None, eps), cos, sin, dim, half, rotary, end)
+            return aten.to.dtype(turned, own)
+
+        return (
+            Mutant("turned backwards", rewired(self, backwards, rule=1)),
+            Mutant("the rotation reads what the norm has not rounded", rewired(self, not_rounded_between)),
+        )
+
+
+def _arguments(draw: Draw) -> tuple[torch.Tensor, ...]:
+    turning = draw.head_dim * 3 // 4
+    x = draw.tensor(draw.batch, draw.tokens, draw.heads, draw.head_dim)
+    return (x, *(draw.tensor(draw.batch, draw.tokens, 1, turning) for _ in range(2)))
+
+
+def _norm_and_turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    normed = rms_norm(x.float(), (x.shape[-1],), None, 1e-5).to(x.dtype)
+    return _turn(normed, cos.to(x.dtype), sin.to(x.dtype))
+
+
+def _turn(normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    rotary = cos.shape[-1]
+    turned, passed = normed[..., :rotary], normed[..., rotary:]
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat((turned * cos + torch.cat((-second, first), dim=-1) * sin, passed), dim=-1)
