@@ -127,12 +127,10 @@ def train_transformer(options: argparse.Namespace) -> None:
     pipe = trained_pipeline(weights=options.out, device=device, fresh=("transformer",))
     examples = _Examples(pipe, options, generator)
     transformer = pipe.transformer.train().requires_grad_(True)
-    for block in (*transformer.transformer_blocks, *transformer.token_refiner.refiner_blocks):
-        block.compile(dynamic=True)
     average = {name: one.detach().clone() for name, one in transformer.named_parameters()}
     steps, running = round(STEPS["transformer"] * options.steps), 0.0
     for step, optimizer in _optimization(transformer, steps, peak=1e-3):
-        inputs, video, audio = examples.batch(step, _share(48, options))
+        inputs, video, audio = examples.batch(step, _share(18, options))
         noise, hiss = torch.randn_like(video), torch.randn_like(audio)
         # three of four batches lie where the pipeline's two schedules put them, which is mostly noise
         uniform = random.random()
@@ -193,7 +191,7 @@ class _Examples:
         size = int(step % 4 == 3)
         groups = [one for one in self.groups if one[0] == size]
         group = random.choices(groups, [len(self.groups[one]) for one in groups])[0]
-        chosen = random.choices(self.groups[group], k=max(1, clips // 4) if size else clips)
+        chosen = random.choices(self.groups[group], k=max(1, clips // 3) if size else clips)
         inputs = dict(self.layouts[group])
         inputs["encoder_hidden_states"] = torch.cat([self.texts[one]["encoder_hidden_states"] for one in chosen])
         video, audio = zip(*(self._one(size, one) for one in chosen), strict=True)
