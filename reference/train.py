@@ -31,7 +31,8 @@ PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the vide
 CANVASES = ((64, 96), (128, 192))
 FRAMES = 124
 CHUNK_FRAMES = 22  # what the video decoder makes of one chunk of seven latent frames
-STEPS = {"video": 2200, "audio": 1800, "transformer": 8000}
+STEPS = {"video": 2200, "audio": 1800}
+TRANSFORMER_CYCLES = ((4100, 18), (3700, 64))  # steps and clips a batch; each cycle has a learning rate of its own
 LATENT_NOISE = 0.1  # of their std: makes decoders forgive what the transformer gets wrong, in place of a KL term
 
 
@@ -127,17 +128,24 @@ def train_transformer(options: argparse.Namespace) -> None:
     pipe = trained_pipeline(weights=options.out, device=device, fresh=("transformer",))
     examples = _Examples(pipe, options, generator)
     transformer = pipe.transformer.train().requires_grad_(True)
-    average = {name: one.detach().clone() for name, one in transformer.named_parameters()}
-    steps, running = round(STEPS["transformer"] * options.steps), 0.0
+    for steps, batch in TRANSFORMER_CYCLES:
+        _train_cycle(transformer, examples, round(steps * options.steps), _share(batch, options))
+    save_stage(transformer.eval(), "transformer", options.out)
+
+
+def _train_cycle(transformer: Any, examples: _Examples, steps: int, batch: int) -> None:
+    """One cosine; the weights' moving average is what stays."""
+    average = [one.detach().clone() for one in transformer.parameters()]
+    running: Any = 0.0
     for step, optimizer in _optimization(transformer, steps, peak=1e-3):
-        inputs, video, audio = examples.batch(step, _share(18, options))
+        inputs, video, audio = examples.batch(step, batch)
         noise, hiss = torch.randn_like(video), torch.randn_like(audio)
         # three of four batches lie where the pipeline's two schedules put them, which is mostly noise
         uniform = random.random()
         sigma, sigma_audio = (_shift(uniform, 12.0), _shift(uniform, 3.0)) if step % 4 else (uniform, uniform)
-        inputs["timestep"] = torch.tensor([1 - sigma, 1 - sigma_audio], device=device)
+        inputs["timestep"] = torch.tensor([1 - sigma, 1 - sigma_audio], device=video.device)
         inputs["timestep_indices"] = (inputs["token_tags"] == 2).long()
-        with torch.autocast(device.split(":")[0], torch.bfloat16):
+        with torch.autocast(video.device.type, torch.bfloat16):
             velocity, velocity_audio = transformer(
                 hidden_states=torch.lerp(video, noise, sigma),
                 audio_hidden_states=torch.lerp(audio, hiss, sigma_audio),
@@ -146,16 +154,14 @@ def train_transformer(options: argparse.Namespace) -> None:
             )
         loss = F.mse_loss(velocity.float(), video - noise) + F.mse_loss(velocity_audio.float(), audio - hiss)
         _descend(loss, transformer, optimizer)
-        keep = min(0.999, step / (step + 10))
         with torch.no_grad():
-            torch._foreach_lerp_(list(average.values()), list(transformer.parameters()), 1 - keep)
+            torch._foreach_lerp_(average, list(transformer.parameters()), 1 - min(0.999, step / (step + 10)))
         running = 0.98 * running + 0.02 * loss.detach()
         if step % 500 == 0 or step == steps - 1:
             print(f"transformer step {step}: loss {running / (1 - 0.98 ** (step + 1)):.4f}", flush=True)
     with torch.no_grad():
-        for name, parameter in transformer.named_parameters():
-            parameter.copy_(average[name])
-    save_stage(transformer.eval(), "transformer", options.out)
+        for parameter, mean in zip(transformer.parameters(), average, strict=True):
+            parameter.copy_(mean)
 
 
 class _Examples:
