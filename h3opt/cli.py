@@ -551,7 +551,7 @@ def _to_decode(pipe: Any, clips: str | None, canvas: str, device: str) -> Any:
 
     if clips is None:
         return decode_inputs(canvas, device=device)["latents"]
-    clip = next(iter(_clips(clips, canvas).values()))
+    clip = next(iter(_clips(clips, canvas).values()))[:, :, :22]  # seven latent frames: the decoder's first clip
     with torch.no_grad():
         return pipe.vae.encode(clip.to(device), return_dict=False)[0].mode()
 

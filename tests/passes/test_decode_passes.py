@@ -157,6 +157,22 @@ def test_the_streams_join_when_a_merge_fails(stream_log: list[str]) -> None:
     assert len(stream_log) == 2, "there is nothing to wait for any more"
 
 
+# --- graph passes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_norm_and_rope_are_fused_in_every_block_whatever_the_batch(vaes: Vaes, dtype: torch.dtype) -> None:
+    vae, z = vaes.vaes[dtype], latents("tiled one way", 12)
+    with h3opt.optimize(vae, ["vae_fused_qkv"], "cpu") as opt:
+        assert bits_equal(vaes.unmodified(dtype, "tiled one way", 12), decode(vae, z))
+        entry = opt.report["vae_fused_qkv"]
+        assert entry.matched == entry.expected == 2 * len(vae.decoder.transformer_blocks) and "probe" in entry.proof
+    batched = vaes.decoded(["tile_batch"], dtype, "tiled one way", 12)
+    with h3opt.optimize(vae, ["tile_batch", "vae_fused_qkv"], "cpu") as opt:
+        assert bits_equal(batched, decode(vae, z))
+        assert opt.report["vae_fused_qkv"].matched == entry.matched and not opt.report["vae_fused_qkv"].refused
+
+
 # --- memory ----------------------------------------------------------------------------------------------------
 
 
