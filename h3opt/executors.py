@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from h3opt._torch_private import compile_with_inductor
+from h3opt.lowering import copy_graph
 
 Executor = Callable[[GraphModule, list[Any]], Callable[..., Any]]
 
@@ -22,7 +23,7 @@ def direct(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
 
 def inductor(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     """``compile_fx`` on the rewritten graph. Inductor moves bits by itself, also where no pass fires."""
-    return compile_with_inductor(graph, example_inputs)
+    return compile_with_inductor(copy_graph(graph), example_inputs)  # it rewrites what it is given
 
 
 EXECUTORS: dict[str, Executor] = {"direct": direct, "inductor": inductor}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -41,9 +42,21 @@ class GraphOutcome:
     near_misses: list[NearMiss] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """A graph after one pass (after none: the canonical graph); a pass that found no site shares that before it."""
+
+    by: GraphPass | None
+    module: GraphModule
+    outcome: GraphOutcome
+
+
 @dataclass
 class Lowering:
-    """Settings for :meth:`run`, and the probes already made with them.
+    """Settings for :meth:`run`, the probes already made with them, and how far each graph was lowered last.
+
+    Passes run in order, and a pass sees nothing but the graph and its own options. So where two sets of passes begin
+    alike, the graph after what they share is the same, and the second set starts from there.
 
     Attributes:
         on_shortfall: ``"error"`` or ``"warn"``.
@@ -55,34 +68,49 @@ class Lowering:
     probe: bool = True
     veto: Callable[[GraphPass, Match], str | None] | None = None
     _probes: dict[Any, str | None] = field(default_factory=dict)
+    # Of the last set of passes only, and no longer than the captured graph lives.
+    _stages: weakref.WeakKeyDictionary[GraphModule, list[_Stage]] = field(default_factory=weakref.WeakKeyDictionary)
 
     def run(
         self, graph: GraphModule, passes: Iterable[GraphPass], facts: GraphFacts
     ) -> tuple[GraphModule, dict[str, GraphOutcome]]:
         """Rewrite a copy of ``graph``; returns it with what each pass did.
 
+        The result may be that of an earlier call too, so it must not be changed: see :func:`copy_graph`.
+
         Raises:
             ShortfallError: a pass matched fewer sites than it expects, and ``on_shortfall`` is ``"error"``.
             PassFailedError: a pass made an invalid graph.
         """
-        module = canonicalize(copy_graph(graph))
-        operators = Counter(node.target for node in module.graph.nodes if node.op == "call_function")
+        chosen = list(passes)
+        stages = self._resume(graph, chosen)
+        operators = Counter(node.target for node in stages[0].module.graph.nodes if node.op == "call_function")
         facts = dataclasses.replace(facts, operators=operators)
         outcomes: dict[str, GraphOutcome] = {}
-        for graph_pass in passes:
-            try:
-                outcome = self._apply(graph_pass, module)
-            except H3OptError:
-                raise
-            except Exception as error:  # a guard, a replacement or an operator's fake implementation
-                raise PassFailedError(
-                    f"Pass {graph_pass.name!r} failed on {facts.region or 'the graph'}: {error!r}. Turn it off."
-                ) from error
-            outcome.expected = graph_pass.expect(facts)
+        spare: GraphModule | None = None
+        for position, graph_pass in enumerate(chosen, 1):
+            if position == len(stages):
+                latest = stages[-1].module
+                spare = spare or copy_graph(latest)
+                found = self._apply(graph_pass, spare, facts)
+                if found.matched:
+                    latest, spare = spare, None  # without a site it is still what was copied: for the next pass
+                stages.append(_Stage(graph_pass, latest, found))
+            outcome = dataclasses.replace(stages[position].outcome, expected=graph_pass.expect(facts))
             outcomes[graph_pass.name] = outcome
             if outcome.expected is not None and outcome.matched + len(outcome.refused) < outcome.expected:
                 self.fall_short(graph_pass.name, facts.region or "the graph", outcome)
-        return module, outcomes
+        return stages[-1].module, outcomes
+
+    def _resume(self, graph: GraphModule, passes: list[GraphPass]) -> list[_Stage]:
+        """What the last run on ``graph`` left, as far as it went through the same passes; new stages go there too."""
+        stages = self._stages.get(graph)
+        if stages is None:
+            stages = self._stages[graph] = [_Stage(None, canonicalize(copy_graph(graph)), GraphOutcome())]
+        if self.veto is not None:  # it may answer otherwise the next time
+            return stages[:1]
+        del stages[1 + _common(passes, [stage.by for stage in stages[1:]]) :]
+        return stages
 
     def fall_short(self, name: str, where: str, outcome: GraphOutcome) -> None:
         """Report that pass ``name`` matched too few sites.
@@ -99,7 +127,8 @@ class Lowering:
             raise ShortfallError(message)
         warnings.warn(message, ShortfallWarning, stacklevel=2)
 
-    def _apply(self, graph_pass: GraphPass, module: GraphModule) -> GraphOutcome:
+    def _apply(self, graph_pass: GraphPass, module: GraphModule, facts: GraphFacts) -> GraphOutcome:
+        """Rewrite ``module`` in place, unless the pass finds no site."""
         probed = 0
 
         def accept(match: Match) -> str | None:
@@ -114,8 +143,21 @@ class Lowering:
             probed += self._probes[key] is None
             return self._probes[key]
 
-        found = apply_rules(tuple(graph_pass.rules()), module, accept)
+        try:
+            found = apply_rules(tuple(graph_pass.rules()), module, accept)
+        except H3OptError:
+            raise
+        except Exception as error:  # a guard, a replacement or an operator's fake implementation
+            raise PassFailedError(
+                f"Pass {graph_pass.name!r} failed on {facts.region or 'the graph'}: {error!r}. Turn it off."
+            ) from error
         return GraphOutcome(found.matched, None, probed, found.sites, found.refused, found.near_misses)
+
+
+def _common(left: list[GraphPass], right: list[GraphPass | None]) -> int:
+    """How many passes two lists begin with alike."""
+    different = (number for number, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1])
+    return next(different, min(len(left), len(right)))
 
 
 def copy_graph(module: GraphModule) -> GraphModule:

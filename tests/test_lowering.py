@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -54,6 +56,145 @@ def wrong_order() -> GraphPass:
         return out
 
     return rewired(make_pass("norm_modulate"), replacement)  # type: ignore[arg-type]
+
+
+# --- passes added one by one -----------------------------------------------------------------------------------
+
+
+def as_found(found: tuple[Any, Any]) -> Any:
+    """What one run gave, to compare: the code and where it came from, and every count and text."""
+    module, outcomes = found
+    return module.code, [node.meta.get("nn_module_stack") for node in module.graph.nodes], list(outcomes.items())
+
+
+def every_pass() -> list[GraphPass]:
+    return [one for one in in_order(make_pass(kind.name) for kind in list_passes()) if isinstance(one, GraphPass)]
+
+
+def block_graph() -> Any:
+    """One graph that holds the example of every graph pass, so that each has a site."""
+    examples = [one.example(Draw(tokens=5)) for one in every_pass()]
+
+    def model(*args):
+        left, made = list(args), []
+        for example in examples:
+            made.append(example.function(*left[: len(example.args)]))
+            del left[: len(example.args)]
+        return made
+
+    return trace(model, [argument for example in examples for argument in example.args])
+
+
+def orders() -> list[tuple[list[GraphPass], ...]]:
+    """Sets of passes as they follow one another: added last, in the middle and first, taken out, and none."""
+    every = every_pass()
+    growing = tuple(every[:count] for count in range(len(every) + 1))
+    return [growing, growing[::-1], tuple(every[start:] for start in range(len(every), -1, -1)), (every, [], every)]
+
+
+@pytest.mark.parametrize("sets", orders(), ids=["added last", "taken off last", "added first", "all, none, all"])
+@pytest.mark.parametrize("probe", [True, False], ids=["probed", "not probed"])
+def test_what_an_earlier_run_left_changes_nothing(sets, probe):
+    graph = block_graph()
+    one_by_one = Lowering(on_shortfall="warn", probe=probe)
+    matched = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShortfallWarning)
+        for chosen in sets:
+            facts = GraphFacts("transformer.block", {"transformer.block": 1}, passes=tuple(chosen))
+            found = one_by_one.run(graph, chosen, facts)
+            alone = Lowering(on_shortfall="warn", probe=probe).run(graph, chosen, facts)
+            assert as_found(found) == as_found(alone)
+            matched |= {name for name, outcome in found[1].items() if outcome.matched}
+    assert matched == {one.name for one in every_pass()}, "where a pass does not fire, nothing is proven of it"
+
+
+def test_a_pass_added_last_does_not_run_the_others_again():
+    asked: list[str] = []
+
+    class Counting(type(make_pass("norm_modulate"))):  # type: ignore[misc]
+        def rules(self):
+            asked.append("rules")
+            return super().rules()
+
+    graph, lowering = block_graph(), Lowering(probe=False)
+    lowering.run(graph, [Counting()], GraphFacts())
+    lowering.run(graph, [Counting(), make_pass("fused_swiglu")], GraphFacts())
+    assert asked == ["rules"]
+
+
+def test_a_pass_without_a_site_leaves_the_very_graph_there_was():
+    graph, _ = norm_graph(1)
+    lowering = Lowering(probe=False)
+    before, _ = lowering.run(graph, [make_pass("norm_modulate")], GraphFacts())
+    after, outcomes = lowering.run(graph, [make_pass("norm_modulate"), make_pass("fused_swiglu")], GraphFacts())
+    assert after is before and not outcomes["fused_swiglu"].matched
+
+
+def test_an_earlier_result_stays_what_it_was_when_passes_are_added():
+    graph, lowering = block_graph(), Lowering(probe=False)
+    before, _ = lowering.run(graph, [make_pass("norm_modulate")], GraphFacts())
+    code = before.code
+    after, _ = lowering.run(graph, [make_pass("norm_modulate"), make_pass("fused_swiglu")], GraphFacts())
+    assert before.code == code != after.code
+
+
+def test_expectations_are_asked_again_for_every_set_of_passes():
+    graph, _ = norm_graph(1)
+    lowering, norm = Lowering(), make_pass("norm_modulate")
+    lowering.run(graph, [norm], GraphFacts())  # nothing is expected of an unknown graph
+    for _ in range(2):  # a shortfall is one however often it is met
+        with pytest.raises(ShortfallError, match="matched 1 of 2"):
+            lowering.run(graph, [norm], BLOCK)
+
+
+def test_a_pass_that_raised_leaves_no_half_rewritten_graph():
+    def third(match):
+        calls.append(match)
+        if len(calls) == 3:
+            raise ZeroDivisionError
+        return None
+
+    calls: list[Match] = []
+    graph, _ = norm_graph(3)
+    norm = make_pass("norm_modulate")
+    rule = norm.rules()[0]
+    clumsy = rewired(norm, rule.replacement)
+    object.__setattr__(clumsy, "rules", lambda: [Rule(rule.pattern, rule.replacement, third, rule.index_into)])
+    lowering = Lowering(probe=False)
+    with pytest.raises(PassFailedError):
+        lowering.run(graph, [clumsy], GraphFacts())
+    assert as_found(lowering.run(graph, [norm], GraphFacts())) == as_found(
+        Lowering(probe=False).run(graph, [norm], GraphFacts())
+    )
+
+
+def test_a_veto_is_asked_in_every_run():
+    vetoed = {"norm_modulate"}
+    graph, norm = norm_graph(1)[0], make_pass("norm_modulate")
+    lowering = Lowering(probe=False, veto=lambda one, match: "no" if one.name in vetoed else None)
+    assert not lowering.run(graph, [norm], GraphFacts())[1]["norm_modulate"].matched
+    vetoed.clear()
+    assert lowering.run(graph, [norm], GraphFacts())[1]["norm_modulate"].matched == 1
+    vetoed.add("norm_modulate")
+    lowering.veto = None
+    assert lowering.run(graph, [norm], GraphFacts())[1]["norm_modulate"].matched == 1
+
+
+def test_only_the_last_set_of_passes_is_kept_and_only_while_its_graph_lives():
+    lowering = Lowering(probe=False)
+    graph = block_graph()
+    first, _ = lowering.run(graph, [make_pass("norm_modulate")], GraphFacts())
+    dropped = weakref.ref(first)
+    del first
+    lowering.run(graph, [make_pass("fused_swiglu")], GraphFacts())
+    gc.collect()
+    assert dropped() is None
+    last = weakref.ref(lowering.run(graph, [make_pass("fused_swiglu")], GraphFacts())[0])
+    del graph
+    gc.collect()
+    gc.collect()  # what the graph kept is a cycle of its own, let go when the graph has gone
+    assert last() is None
 
 
 # --- counts ----------------------------------------------------------------------------------------------------
