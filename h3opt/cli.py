@@ -147,6 +147,7 @@ def verify(
     seed: Seed = 0,
     seeds: Annotated[int, typer.Option(help="Clips per prompt, with seeds that follow one another.")] = 1,
     leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
+    floors: Annotated[str, typer.Option(help="Comma-separated: ulp, compile, cache, attention, seed.")] = "ulp",
     report: Annotated[Path | None, typer.Option(help="Write a page to look at and listen to.")] = None,
     blind: Annotated[Path | None, typer.Option(help="Write a page that asks which of two clips is better.")] = None,
     evidence: Annotated[Path, typer.Option(help="Where tensors go that show a broken promise.")] = Path("out/evidence"),
@@ -156,6 +157,7 @@ def verify(
 ) -> None:
     """Add passes one by one and hold each to its promise; exit code 1 if one broke."""
     from h3opt.demo import write_json
+    from h3opt.floors import choose_floors
     from h3opt.page import check_page, write_blind, write_report
     from h3opt.verification import verify as verify_pipeline
 
@@ -164,6 +166,8 @@ def verify(
     if seeds < 1:
         raise PipelineError(f"{seeds} seeds make no clip. Use at least one.")
     names = _names(passes)
+    asked = [name.strip() for name in floors.split(",") if name.strip()]
+    choose_floors(asked, ulp=True)
     pages = [page for page in (report, blind) if page is not None]
     for page in pages:
         check_page(page)
@@ -178,6 +182,7 @@ def verify(
             settings=settings,
             seeds=seeds,
             leave_out=leave_out,
+            floors=asked,
             evidence=evidence,
             progress=progress,
         )

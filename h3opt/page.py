@@ -64,7 +64,6 @@ def write_report(path: Path, verdict: Verdict) -> None:
     equal = bool(bits_equal(reference.video, optimized.video))
     count = frames_of(reference.video).shape[0]
     lpips = [0.0] * count if equal else lpips_per_frame(reference.video, optimized.video).tolist()
-    floor = verdict.noise_floor
     rate = reference.sampling_rate
     data = verdict.to_dict()
     _write(
@@ -78,7 +77,7 @@ def write_report(path: Path, verdict: Verdict) -> None:
             "frames": _frames(reference, optimized, lpips),
             "heat_scale": largest_difference(reference.video, optimized.video, _chosen(lpips)),
             "charts": {
-                "lpips": _png(lpips_chart(lpips, (floor.lpips, floor.worst_frame_lpips) if floor else None)),
+                "lpips": _png(lpips_chart(lpips, verdict.floors)),
                 "waveforms": _png(waveforms(reference.audio, optimized.audio, rate)),
                 "spectrograms": _png(spectrograms(reference.audio, optimized.audio, rate)),
                 "latents": _png(latent_chart(*verdict.traces)) if verdict.traces else None,

@@ -24,6 +24,7 @@ from h3opt.difference import Difference
 from h3opt.environment import environment
 from h3opt.errors import MissingDependencyError, PipelineError
 from h3opt.faults import Finding
+from h3opt.floors import Floor
 from h3opt.generation import GenerationSettings, Media
 from h3opt.latents import LatentTrace
 from h3opt.page import check_page, write_blind, write_report
@@ -33,6 +34,14 @@ from h3opt.verdict import PassVerdict, Verdict
 
 MOVED = Difference(5, 7, 0.0123, 40.0, 61.1, 0.03, 0.98, 0.002, 61.0, 0.3, 0.0)
 FLOOR = Difference(5, 7, 0.02, 45.0, 60.0, 0.04)
+COMPILED = Floor("compile", Difference(5, 7, 0.03, 45.0, 60.0, 0.04), None, {"graphs": 5, "max_autotune": False})
+REFUSED = "only flash takes its calls on <cpu>"
+FLOORS = [
+    Floor("ulp", FLOOR),
+    COMPILED,
+    Floor("attention", None, REFUSED),
+    Floor("seed", Difference(9, 9, 0.4, 9.0, -1.0, 0.5)),
+]
 PROMPT = 'A <b>fox</b> & "snow" </script><script>alert(1)</script>'
 
 
@@ -55,15 +64,34 @@ def verdict(clips: int = 2, **changed: Any) -> Verdict:
     differences = [dataclasses.replace(MOVED, lpips=0.0123 - 0.001 * n) for n in range(clips)]
     passes = [
         PassVerdict(
-            "fused_swiglu", "graph", Exact(), "12/12", Difference(), True, None, 1.2, [Difference()] * clips, 0.0
+            "fused_swiglu",
+            "graph",
+            Exact(),
+            "12/12",
+            Difference(),
+            True,
+            None,
+            1.2,
+            [Difference()] * clips,
+            {"ulp": 0.0, "compile": 0.0, "seed": 0.0},
         ),
         PassVerdict(
-            "fp8_linear", "format", Perceptual(0.03, 40), "8/8", MOVED, True, None, 1.5, differences, 0.6, MOVED
+            "fp8_linear",
+            "format",
+            Perceptual(0.03, 40),
+            "8/8",
+            MOVED,
+            True,
+            None,
+            1.5,
+            differences,
+            {"ulp": 0.6, "compile": 0.4, "seed": 0.03},
+            MOVED,
         ),
         PassVerdict("tile_batch", "schedule", Exact(), "–", Difference(), None, "needs <SM89>", 0.5),
     ]
     found = Verdict(
-        passes, Difference(), Difference(), ["fused_swiglu"], MOVED, FLOOR, *pairs[0], 2.0, 1.0,
+        passes, Difference(), Difference(), ["fused_swiglu"], MOVED, FLOORS, *pairs[0], 2.0, 1.0,
         Report("cpu", "cpu", "direct", "block", notices=["A notice."]),
         [GenerationSettings(prompt=PROMPT, seed=seed) for seed in range(clips)],
         differences, 0, pairs, (trace(), trace()), environment=environment("cpu"),
