@@ -6,8 +6,10 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,16 +46,17 @@ Seed = Annotated[int, typer.Option(help="Of the initial noise.")]
 
 
 def main() -> None:
-    """Entry point: run a command; errors of ours become one line and exit code 2."""
+    """Entry point: run a command; errors of ours become one line and exit code 2, interruptions one line and 130."""
+    terminated: list[int] = []
     try:
-        with _quiet():
+        with _quiet(), _terminable(terminated):
             code = app(standalone_mode=False)  # what typer.Exit was raised with, else None
     except H3OptError as error:
         errors.print("error: " + " ".join([str(error), *getattr(error, "__notes__", [])]), style="red", soft_wrap=True)
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
-        errors.print("interrupted")
-        sys.exit(130)
+        errors.print("interrupted")  # pipelines are restored and partial files gone on the way here
+        sys.exit(143 if terminated else 130)
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # click's usage errors
             if message := error.format_message():  # without arguments the help is all there is to say
@@ -387,6 +390,24 @@ def _quiet() -> Iterator[None]:
         warnings.simplefilter("always", H3OptWarning)
         warnings.showwarning = lambda message, *_, **__: errors.print(f"warning: {message}", style="yellow")
         yield
+
+
+@contextlib.contextmanager
+def _terminable(terminated: list[int]) -> Iterator[None]:
+    """Let SIGTERM end a command as Ctrl-C does, with everything tidied up; by itself it would end Python at once."""
+
+    def interrupt(number: int, frame: object) -> None:
+        terminated.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _settings(

@@ -21,8 +21,9 @@ from h3opt.figures import (
     spectrograms,
     waveforms,
 )
+from h3opt.files import whole_file
 from h3opt.generation import Media
-from h3opt.media import whole_file, write_mp4
+from h3opt.media import write_mp4
 from h3opt.picture import frames_of
 from h3opt.quality import bits_equal, lpips_per_frame
 from h3opt.verdict import Verdict
@@ -57,10 +58,11 @@ def write_report(path: Path, verdict: Verdict) -> None:
         verdict: of :func:`h3opt.verify`. The clip that moved most is shown.
 
     Raises:
-        PipelineError: the file cannot be written.
+        PipelineError: the file cannot be written, or the clips differ in length or size.
         MissingDependencyError: jinja2, matplotlib, Pillow or PyAV is not installed.
     """
     reference, optimized = verdict.reference, verdict.optimized
+    bits_equal(reference.audio, optimized.audio)  # refuses sound of another length
     equal = bool(bits_equal(reference.video, optimized.video))
     count = frames_of(reference.video).shape[0]
     lpips = [0.0] * count if equal else lpips_per_frame(reference.video, optimized.video).tolist()
@@ -99,13 +101,13 @@ def write_blind(path: Path, verdict: Verdict) -> None:
         verdict: of :func:`h3opt.verify`; every clip is one pair.
 
     Raises:
-        PipelineError: the file cannot be written.
+        PipelineError: the file cannot be written, or the clips of a pair differ in length or size.
         MissingDependencyError: jinja2 or PyAV is not installed.
     """
     pairs = verdict.pairs or [(verdict.reference, verdict.optimized)]
     asked = []
     for settings, (reference, optimized) in zip(verdict.settings, pairs, strict=True):
-        if bits_equal(reference.video, optimized.video) and bits_equal(reference.audio, optimized.audio):
+        if all([bits_equal(reference.video, optimized.video), bits_equal(reference.audio, optimized.audio)]):
             continue
         label = f"{settings.prompt} (seed {settings.seed})"
         asked.append({"label": label, "unmodified": _mp4(reference), "optimized": _mp4(optimized)})

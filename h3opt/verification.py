@@ -137,7 +137,12 @@ class _Ladder:
             installed.append(one)
             self.session.change_passes(installed)
             after, seconds = self._run(f"+ {one.name}")
-            verdicts.append(self._judge(one, _each(before, after), seconds))
+            try:
+                moved = _each(before, after)
+            except PipelineError as error:
+                error.add_note(f"Without {one.name} the clip has another length or size than with it.")
+                raise
+            verdicts.append(self._judge(one, moved, seconds))
             before = after
             if self.exact and one is self.exact[-1]:
                 exact_set = Difference.worst(_each(reference, after))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from h3opt import cli, demo, verification
+from h3opt import cli, demo, quality, verification
 from h3opt.evidence import Evidence, flatten, write_evidence
 from h3opt.profiles import list_profiles, load_profile, parse_profile
 from h3opt.promises import Exact
@@ -344,6 +346,54 @@ def test_a_demo_directory_that_cannot_be_made_is_refused(tmp_path: Path, h3opt: 
     for out in (tmp_path / "file", tmp_path / "file/out"):
         result = h3opt("demo", "--out", out)
         assert result.code == 2 and f"error: {out} cannot be made: " in result.err
+
+
+@pytest.mark.parametrize("kept", [None, 1000], ids=["missing", "truncated"])
+def test_lpips_weights_that_cannot_be_used_are_named(
+    kept: int | None, tmp_path: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "lpips.safetensors"
+    if kept is not None:
+        file.write_bytes(quality._weights_path(None).read_bytes()[:kept])
+    monkeypatch.setattr(quality, "_weights_path", lambda weights: file)
+    message = refusal("verify", "--passes", "tile_batch", "--report", tmp_path / "r.html")
+    assert str(file) in message and ("are missing" if kept is None else "cannot read the LPIPS weights") in message
+    assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_an_unknown_floor_is_refused_with_the_nearest(refusal: Callable[..., str]) -> None:
+    assert "no floor called 'sed' (did you mean 'seed'?)" in refusal("verify", "--floors", "ulp,sed")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
+def test_a_verification_that_is_interrupted_says_so_in_one_line_and_leaves_no_file(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "report.html").write_text("old")
+    places = ("--report", "report.html", "--blind", "blind.html", "--json", "verdict.json", "--evidence", "evidence")
+    started = subprocess.Popen(
+        [sys.executable, "-c", "from h3opt.cli import main; main()", "verify", "--passes", "norm_modulate", *places],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stderr is not None
+    try:
+        lines = []
+        for line in started.stderr:
+            lines.append(line.rstrip())
+            if line.startswith("1/"):  # the unmodified clip is there, the next one is being made
+                started.send_signal(number)
+        output, _ = started.communicate(timeout=60)
+    finally:
+        started.kill()
+    assert (started.returncode, output) == (code, ""), lines
+    assert lines[-1] == "interrupted" and not any("Traceback" in line for line in lines)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"report.html": "old"}
 
 
 @pytest.mark.usefixtures("nothing_runs")

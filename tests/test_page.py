@@ -241,6 +241,17 @@ def interrupted(self: Path, text: str, encoding: str) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("kind", ["video", "audio"])
+@pytest.mark.parametrize("write", [write_report, write_blind])
+def test_media_of_different_length_make_no_page(kind, write, tmp_path):
+    whole = clip(1)
+    tensor = whole.video[:, :-3] if kind == "video" else whole.audio[..., :-300]
+    short = dataclasses.replace(whole, **{kind: tensor})
+    with pytest.raises(PipelineError, match="cannot compare shapes"):
+        write(tmp_path / "page.html", verdict(1, optimized=short, pairs=[(clip(0), short)]))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_place_for_a_page_is_made_or_refused_before_the_work(tmp_path):
     check_page(tmp_path / "new" / "report.html")
     assert (tmp_path / "new").is_dir()
