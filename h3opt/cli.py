@@ -51,6 +51,8 @@ def main() -> None:
     try:
         with _quiet(), _terminable(terminated):
             code = app(standalone_mode=False)  # what typer.Exit was raised with, else None
+            if code == 130:  # typer has caught it, and says nothing
+                raise KeyboardInterrupt
     except H3OptError as error:
         errors.print("error: " + " ".join([str(error), *getattr(error, "__notes__", [])]), style="red", soft_wrap=True)
         sys.exit(2)
