@@ -19,7 +19,7 @@ import torch
 from h3opt import cli, demo, quality, verification
 from h3opt.evidence import Evidence, flatten, write_evidence
 from h3opt.profiles import list_profiles, load_profile, parse_profile
-from h3opt.promises import Exact
+from h3opt.promises import Exact, Perceptual
 from h3opt.reference import save_tiny, tiny_pipeline
 from h3opt.registry import find_pass, list_passes
 from h3opt.report import PassReport
@@ -364,6 +364,23 @@ def test_lpips_weights_that_cannot_be_used_are_named(
 @pytest.mark.usefixtures("nothing_runs")
 def test_an_unknown_floor_is_refused_with_the_nearest(refusal: Callable[..., str]) -> None:
     assert "no floor called 'sed' (did you mean 'seed'?)" in refusal("verify", "--floors", "ulp,sed")
+
+
+def test_calibrate_says_what_perceptual_promises_should_be(h3opt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_page import verdict
+
+    asked: list[Any] = []
+    monkeypatch.setattr("h3opt.reference.tiny_pipeline", lambda **_: None)
+    monkeypatch.setattr(verification, "verify", lambda *_, **given: asked.append(given) or verdict())
+    result = h3opt("verify", "--calibrate", "--seeds", 2)
+    expected = [one.name for one in list_passes() if isinstance(one.promise, Perceptual)]
+    assert result.code == 0 and [one.name for one in asked[0]["passes"]] == expected
+    assert (
+        "fp8_linear: promises LPIPS ≤ 0.03, audio ≥ 40 dB; worst of 2 clips LPIPS 0.0123, audio 61.1 dB; " in result.out
+    )
+    assert "should promise LPIPS ≤ 0.025, audio ≥ 55 dB: too loose\n" in result.out
+    result = h3opt("verify", "--calibrate", "--passes", "fp8_linear", "--json", "-")
+    assert asked[1]["passes"] == ["fp8_linear"] and json.loads(result.out)["calibration"][0]["loose"] is True
 
 
 @pytest.mark.slow
