@@ -31,7 +31,8 @@ def whole_file(path: str | os.PathLike[str], encoding_error: type[Exception] = O
             yield partial
             os.replace(partial, path)
     except OSError as error:
-        raise PipelineError(f"cannot write {path} ({error}); name a file in a folder you can write to") from error
+        why = error.strerror or error  # not the partial file's name
+        raise PipelineError(f"cannot write {path} ({why}); name a file in a folder you can write to") from error
     except encoding_error as error:
         raise PipelineError(f"cannot encode {path} ({error}); check the size and the rates") from error
 

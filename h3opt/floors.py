@@ -264,6 +264,7 @@ class _Compiler:
     def __init__(self, view: PipelineView) -> None:
         self._regions = view.regions()
         self._cold: tuple[list[Media], dict[str, int]] | None = None
+        self._failed: _CannotMeasure | None = None
         self._undo = ExitStack()
 
     def __enter__(self) -> _Compiler:
@@ -274,9 +275,15 @@ class _Compiler:
 
     def cold(self, generated: Callable[[str], list[Media]]) -> tuple[list[Media], dict[str, int]]:
         """The clips, compiled with an empty cache, and how many graphs there were and came from the cache."""
+        if self._failed is not None:
+            raise self._failed
         if self._cold is None:
             self._folder = self._undo.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            self._cold = self._run(generated, "compiled")
+            try:
+                self._cold = self._run(generated, "compiled")
+            except _CannotMeasure as why:  # nor can another floor
+                self._failed = why
+                raise
         return self._cold
 
     def warm(self, generated: Callable[[str], list[Media]]) -> tuple[list[Media], dict[str, int]]:
