@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import assert_same_media, differing, fingerprint
+from test_page import verdict as shown
 from torch._inductor import config
 from torch.nn.attention import SDPBackend
 
@@ -167,6 +169,20 @@ def test_an_unknown_floor_brings_the_nearest(silent):
         h3opt.verify(silent, None, ["norm_modulate"], "cpu", floors=["compil"])
     with pytest.raises(PassOptionError, match="one name, not a list"):
         choose_floors("ulp", ulp=True)
+
+
+def test_a_verdict_says_all_floors_in_lines_and_as_json():
+    verdict = shown()
+    lines = verdict_lines(verdict)
+    moved = "fp8_linear moved 0.6 of the noise floor, 0.4 of what compiling alone does, 0.03 of the distance to"
+    assert any(line.startswith(moved) for line in lines) and not any("fused_swiglu moved" in line for line in lines)
+    assert any(line.startswith("  attention floor       not measured: only flash takes its calls") for line in lines)
+    assert verdict.passes[1].floor_words == "0.4 of what compiling alone does"
+    data = json.loads(json.dumps(verdict.to_dict(), allow_nan=False))
+    assert [one["name"] for one in data["floors"]] == ["ulp", "compile", "attention", "seed"]
+    assert [one["ceiling"] for one in data["floors"]] == [False, False, False, True]
+    assert data["passes"][1]["of_floors"] == {"ulp": 0.6, "compile": 0.4, "seed": 0.03}
+    assert set(data["all_passes_of_floors"]) == {"ulp", "compile", "seed"} and data["noise_floor"]["lpips"] == 0.02
 
 
 def test_multiples_read_as_sentences():
