@@ -48,7 +48,7 @@ def partial_of(path: Path) -> Iterator[Path]:
         number = leftover.name.removesuffix(".partial").rpartition("-")[2]
         if number.isdecimal() and not _alive(int(number)):
             _remove(leftover)
-    partial = path.with_name(f"{stem}{host}-{os.getpid()}.partial")
+    partial = path.parent / f"{stem}{host}-{os.getpid()}.partial"  # "." has no name
     try:
         yield partial
     finally:
