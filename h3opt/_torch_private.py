@@ -5,6 +5,9 @@
 | ``torch._dynamo.maybe_mark_dynamic`` | token dimensions are symbolic from the first capture | 2.11.0, 2.14.1 |
 | ``torch._dynamo.exc.BackendCompilerFailed`` | a backend's own error is raised as itself | 2.11.0, 2.14.1 |
 | ``torch._dynamo.exc.Unsupported`` | a graph break is said in h3opt's words | 2.14.1 |
+| ``torch._dynamo.exc.TorchDynamoException`` | whatever stops a compilation | 2.14.1 |
+| ``torch._dynamo.utils.counters`` | graphs compiled, and served by Inductor's cache | 2.14.1 |
+| ``torch._inductor.utils.clear_caches`` | what was compiled is read from its folder again | 2.14.1 |
 | ``torch._inductor.compile_fx.compile_fx`` | the ``inductor`` executor | 2.11.0, 2.14.1 |
 | ``torch._subclasses.FakeTensor`` | shapes of traced and rewritten nodes | 2.11.0, 2.14.1 |
 | ``nn.Module._compiled_call_impl`` | the slot ``module.compile()`` sets; calls go there | 2.11.0, 2.14.1 |
@@ -21,14 +24,18 @@ from typing import Any, cast
 import torch
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+from torch._dynamo.exc import TorchDynamoException as CompileFailed
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 __all__ = [
     "BackendCompilerFailed",
+    "CompileFailed",
     "FakeTensor",
     "Unsupported",
+    "compile_counts",
     "compile_with_inductor",
+    "forget_compiled",
     "make_fx",
     "mark_dynamic",
     "module_call",
@@ -48,6 +55,20 @@ def compile_with_inductor(graph: torch.fx.GraphModule, example_inputs: list[Any]
     from torch._inductor.compile_fx import compile_fx
 
     return cast(Callable[..., Any], compile_fx(graph, example_inputs))
+
+
+def compile_counts() -> dict[str, int]:
+    """How many graphs Dynamo captured so far (``graphs``), and how many Inductor took from its cache (``hits``)."""
+    from torch._dynamo.utils import counters
+
+    return {"graphs": counters["stats"]["unique_graphs"], "hits": counters["inductor"]["fxgraph_cache_hit"]}
+
+
+def forget_compiled() -> None:
+    """Drop what Inductor holds in memory of its cache folder; functions already compiled keep running."""
+    from torch._inductor.utils import clear_caches
+
+    clear_caches()
 
 
 def module_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from h3opt.bench import ArmTables
-from h3opt.errors import MissingDependencyError, PipelineError
+from h3opt.errors import MissingDependencyError
+from h3opt.files import whole_file
 
 _COLORS = {"attention": "#3b6ea5", "gemm": "#7aa974", "h3opt": "#d98c3f", "other": "#b0b0b0"}
 
@@ -43,10 +43,5 @@ def write_bench_chart(path: Path, bench: ArmTables) -> None:
     axes.set_title(bench.title, fontsize=10)
     axes.set_xlim(0, 1.12 * max((ms for _, ms in arms), default=1.0))
     figure.legend(loc="outside lower center", ncols=4, fontsize=8)
-    partial = path.parent / f".{path.stem}.{os.getpid()}.png"
-    try:
-        figure.savefig(partial, dpi=150)
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise PipelineError(f"{path} cannot be written: {error.strerror}. Give another path.") from error
+    with whole_file(path) as partial:
+        figure.savefig(partial, dpi=150, format="png")

@@ -6,8 +6,10 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from h3opt.bench import ArmTables
     from h3opt.components import PipelineView
     from h3opt.generation import GenerationSettings
+    from h3opt.protocol import Pass
     from h3opt.verification import Progress, Verdict
 
 app = typer.Typer(
@@ -45,16 +48,19 @@ Seed = Annotated[int, typer.Option(help="Of the initial noise.")]
 
 
 def main() -> None:
-    """Entry point: run a command; errors of ours become one line and exit code 2."""
+    """Entry point: run a command; errors of ours become one line and exit code 2, interruptions one line and 130."""
+    terminated: list[int] = []
     try:
-        with _quiet():
+        with _quiet(), _terminable(terminated):
             code = app(standalone_mode=False)  # what typer.Exit was raised with, else None
+            if code == 130:  # typer has caught it, and says nothing
+                raise KeyboardInterrupt
     except H3OptError as error:
         errors.print("error: " + " ".join([str(error), *getattr(error, "__notes__", [])]), style="red", soft_wrap=True)
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
-        errors.print("interrupted")
-        sys.exit(130)
+        errors.print("interrupted")  # pipelines are restored and partial files gone on the way here
+        sys.exit(143 if terminated else 130)
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # click's usage errors
             if message := error.format_message():  # without arguments the help is all there is to say
@@ -86,7 +92,7 @@ def demo(
         _say(f'Prompt: "{settings.prompt}"\n')
     with _progress(json) as progress:
         verdict = run_demo(out, settings=settings, progress=progress, **options)
-    _show_verdict(verdict, json)
+    _show_verdict(verdict, json, verdict.to_dict())
     if not _is_stdout(json):
         _say(f"\nwrote {out}/reference.mp4, optimized.mp4, frames.png, report.json")
         if json is not None:
@@ -148,6 +154,8 @@ def verify(
     seed: Seed = 0,
     seeds: Annotated[int, typer.Option(help="Clips per prompt, with seeds that follow one another.")] = 1,
     leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Say what Perceptual promises should be.")] = False,
+    floors: Annotated[str, typer.Option(help="Comma-separated: ulp, compile, cache, attention, seed.")] = "ulp",
     report: Annotated[Path | None, typer.Option(help="Write a page to look at and listen to.")] = None,
     blind: Annotated[Path | None, typer.Option(help="Write a page that asks which of two clips is better.")] = None,
     evidence: Annotated[Path, typer.Option(help="Where tensors go that show a broken promise.")] = Path("out/evidence"),
@@ -156,7 +164,9 @@ def verify(
     json: Json = None,
 ) -> None:
     """Add passes one by one and hold each to its promise; exit code 1 if one broke."""
+    from h3opt.calibration import calibrations
     from h3opt.demo import write_json
+    from h3opt.floors import choose_floors
     from h3opt.page import check_page, write_blind, write_report
     from h3opt.verification import verify as verify_pipeline
 
@@ -164,7 +174,11 @@ def verify(
     texts = [*(prompt or []), *(_read_prompts(prompts) if prompts is not None else [])]
     if seeds < 1:
         raise PipelineError(f"{seeds} seeds make no clip. Use at least one.")
-    names = _names(passes)
+    names: list[str] | list[Pass] | None = _names(passes)
+    if calibrate and names is None:
+        names = _perceptual(tiny=model is None)
+    asked = [name.strip() for name in floors.split(",") if name.strip()]
+    choose_floors(asked, ulp=True)
     pages = [page for page in (report, blind) if page is not None]
     for page in pages:
         check_page(page)
@@ -179,10 +193,16 @@ def verify(
             settings=settings,
             seeds=seeds,
             leave_out=leave_out,
+            floors=asked,
             evidence=evidence,
             progress=progress,
         )
-    _show_verdict(verdict, json)
+    data = verdict.to_dict()
+    if calibrate:
+        data["calibration"] = [one.to_dict() for one in calibrations(verdict)]
+    _show_verdict(verdict, json, data)
+    if calibrate and not _is_stdout(json):
+        _say("\n".join(["", *map(str, calibrations(verdict))]))
     if report is not None:
         write_report(report, verdict)
     if blind is not None:
@@ -190,7 +210,7 @@ def verify(
     if pages and not _is_stdout(json):
         _say("wrote " + ", ".join(map(str, pages)))
     if json is not None and not _is_stdout(json):
-        write_json(json, verdict.to_dict())
+        write_json(json, data)
     raise typer.Exit(0 if verdict.held else 1)
 
 
@@ -398,11 +418,11 @@ def profiles(name: Annotated[str | None, typer.Argument()] = None, json: Json = 
         _write_or_print(json, profile.to_dict())
 
 
-def _show_verdict(verdict: Verdict, json: Path | None) -> None:
+def _show_verdict(verdict: Verdict, json: Path | None, data: dict[str, Any]) -> None:
     from h3opt.tables import verdict_lines, verdict_table
 
     if _is_stdout(json):
-        _print_json(verdict.to_dict())
+        _print_json(data)
         return
     console.print(verdict_table(verdict))
     console.print()
@@ -436,6 +456,24 @@ def _quiet() -> Iterator[None]:
         warnings.simplefilter("always", H3OptWarning)
         warnings.showwarning = lambda message, *_, **__: errors.print(f"warning: {message}", style="yellow")
         yield
+
+
+@contextlib.contextmanager
+def _terminable(terminated: list[int]) -> Iterator[None]:
+    """Let SIGTERM end a command as Ctrl-C does, with everything tidied up; by itself it would end Python at once."""
+
+    def interrupt(number: int, frame: object) -> None:
+        terminated.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _settings(
@@ -563,6 +601,15 @@ def _names(passes: str | None) -> list[str] | None:
     if passes is None:
         return None
     return [find_pass(name.strip()).name for name in passes.split(",") if name.strip()]
+
+
+def _perceptual(tiny: bool) -> list[Pass]:
+    """Passes with a Perceptual promise, on the tiny reference with options that fit its canvas."""
+    from h3opt.promises import Perceptual
+    from h3opt.registry import list_passes, make_pass
+
+    found = [make_pass(cls.name) for cls in list_passes() if isinstance(cls.promise, Perceptual)]
+    return [one.trial() for one in found] if tiny else found
 
 
 def _read_prompts(path: Path) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 
 from h3opt.errors import PipelineError
+from h3opt.files import partial_of
 from h3opt.generation import GenerationSettings
 from h3opt.media import write_frame_strip, write_mp4
 from h3opt.profiles import load_profile
@@ -71,14 +70,12 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         PipelineError: the file cannot be written.
     """
-    partial = path.parent / f".{path.name}.{os.getpid()}.partial"
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_text(text, encoding="utf-8")  # a device or a pipe: a file must not take its place
             return
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with partial_of(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
         raise PipelineError(f"{path} cannot be written: {error.strerror}. Give another path.") from error

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from h3opt.environment import versions
 from h3opt.errors import CheckpointError, PipelineError
+from h3opt.files import partial_of
 from h3opt.quality import Comparison, bits_equal
 
 _INDEX, _TENSORS = "evidence.json", "tensors.safetensors"
@@ -164,21 +163,18 @@ def write_evidence(folder: Path, evidence: Evidence) -> None:
         "moved": evidence.moved,
         "versions": versions(),
     }
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         if folder.exists() and not (folder / _INDEX).is_file():
             raise PipelineError(f"{folder} holds something other than evidence. Give another folder.")
-        partial.mkdir(parents=True)
-        save_file({name: _plain(tensor) for name, tensor in tensors.items()}, partial / _TENSORS)
-        (partial / _INDEX).write_text(json.dumps(index, indent=2, default=str) + "\n", encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
+        with partial_of(folder) as partial, partial_of(folder.with_name(f"{folder.name}.old")) as old:
+            partial.mkdir(parents=True)
+            save_file({name: _plain(tensor) for name, tensor in tensors.items()}, partial / _TENSORS)
+            (partial / _INDEX).write_text(json.dumps(index, indent=2, default=str) + "\n", encoding="utf-8")
+            if folder.exists():
+                folder.rename(old)  # in one go: removing takes a while
+            partial.rename(folder)
     except OSError as error:
         raise PipelineError(f"{folder} cannot be written: {error.strerror}. Give another folder.") from error
-    finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(partial)
 
 
 def check_folder(folder: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from h3opt.errors import MissingDependencyError
+from h3opt.floors import Floor
 from h3opt.latents import LatentTrace
 from h3opt.picture import frames_of
 from h3opt.sound import spectrogram_db
@@ -38,19 +40,30 @@ def check_figures() -> None:
         ) from error
 
 
-def lpips_chart(per_frame: Sequence[float], floor: tuple[float, float] | None) -> bytes:
-    """LPIPS of every frame, over the noise floor as a band.
+def lpips_chart(per_frame: Sequence[float], floors: Sequence[Floor] = ()) -> bytes:
+    """LPIPS of every frame, over the noise floor as a band, with a labelled line for every other floor.
 
     Args:
         per_frame: LPIPS.
-        floor: the floor's mean and its worst frame; ``None`` where none was measured.
+        floors: what was measured of the unmodified pipeline; a line far above the frames stands in the legend alone.
     """
 
     def draw(axes: Any) -> None:
-        if floor is not None:
-            mean, worst = floor
+        measured = {floor.name: floor for floor in floors if floor.difference is not None}
+        finite = [value for value in per_frame if math.isfinite(value)]
+        band = measured.pop("ulp").difference if "ulp" in measured else None
+        if band is not None:
+            worst, mean = band.worst_frame_lpips, band.lpips
             axes.axhspan(0, worst, color="#c8d5dd", label=f"noise floor, worst frame {worst:.2g}")
             axes.axhspan(0, mean, color="#9fb6c3", label=f"noise floor, mean {mean:.2g}")
+            finite.append(worst)
+        for floor, style in zip(measured.values(), ("-.", ":", "--", (0, (1, 4))), strict=False):
+            mean = floor.difference.lpips if floor.difference is not None else 0.0
+            label = f"{floor.label}, mean {mean:.2g}"
+            if mean > 4 * max(finite, default=0.0):  # a ceiling would press the frames onto the axis
+                axes.plot([], [], " ", label=f"{label} (above)")
+                continue
+            axes.axhline(mean, color="#555555", linestyle=style, linewidth=1, label=label)
         axes.plot(per_frame, label="optimized", **_LINES[0])
         axes.set(xlabel="frame", ylabel="LPIPS to the unmodified clip", xlim=(0, max(len(per_frame) - 1, 1)))
         axes.set_ylim(bottom=0)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 from h3opt.errors import MissingDependencyError, PipelineError
+from h3opt.files import whole_file
 
 
 def write_mp4(
@@ -122,29 +121,6 @@ def write_frame_strip(
         top += band + images[0].height + gap
     with whole_file(path) as partial:
         strip.save(partial, format="PNG")
-
-
-@contextlib.contextmanager
-def whole_file(path: str | os.PathLike[str], encoding_error: type[Exception] = OSError) -> Iterator[Path]:
-    """A temporary name beside `path`, renamed to it on success and removed on failure.
-
-    Raises:
-        PipelineError: it cannot be written.
-    """
-    path = Path(path)
-    if path.exists() and not path.is_file():
-        raise PipelineError(f"cannot write {path}: it is not a regular file; name a file in a folder you can write to")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        yield partial
-        os.replace(partial, path)
-    except OSError as error:
-        raise PipelineError(f"cannot write {path} ({error}); name a file in a folder you can write to") from error
-    except encoding_error as error:
-        raise PipelineError(f"cannot encode {path} ({error}); check the size and the rates") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 def _frames(video: torch.Tensor) -> torch.Tensor:

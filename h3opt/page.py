@@ -21,8 +21,9 @@ from h3opt.figures import (
     spectrograms,
     waveforms,
 )
+from h3opt.files import whole_file
 from h3opt.generation import Media
-from h3opt.media import whole_file, write_mp4
+from h3opt.media import write_mp4
 from h3opt.picture import frames_of
 from h3opt.quality import bits_equal, lpips_per_frame
 from h3opt.verdict import Verdict
@@ -57,14 +58,14 @@ def write_report(path: Path, verdict: Verdict) -> None:
         verdict: of :func:`h3opt.verify`. The clip that moved most is shown.
 
     Raises:
-        PipelineError: the file cannot be written.
+        PipelineError: the file cannot be written, or the clips differ in length or size.
         MissingDependencyError: jinja2, matplotlib, Pillow or PyAV is not installed.
     """
     reference, optimized = verdict.reference, verdict.optimized
+    bits_equal(reference.audio, optimized.audio)  # refuses sound of another length
     equal = bool(bits_equal(reference.video, optimized.video))
     count = frames_of(reference.video).shape[0]
     lpips = [0.0] * count if equal else lpips_per_frame(reference.video, optimized.video).tolist()
-    floor = verdict.noise_floor
     rate = reference.sampling_rate
     data = verdict.to_dict()
     _write(
@@ -78,7 +79,7 @@ def write_report(path: Path, verdict: Verdict) -> None:
             "frames": _frames(reference, optimized, lpips),
             "heat_scale": largest_difference(reference.video, optimized.video, _chosen(lpips)),
             "charts": {
-                "lpips": _png(lpips_chart(lpips, (floor.lpips, floor.worst_frame_lpips) if floor else None)),
+                "lpips": _png(lpips_chart(lpips, verdict.floors)),
                 "waveforms": _png(waveforms(reference.audio, optimized.audio, rate)),
                 "spectrograms": _png(spectrograms(reference.audio, optimized.audio, rate)),
                 "latents": _png(latent_chart(*verdict.traces)) if verdict.traces else None,
@@ -100,13 +101,13 @@ def write_blind(path: Path, verdict: Verdict) -> None:
         verdict: of :func:`h3opt.verify`; every clip is one pair.
 
     Raises:
-        PipelineError: the file cannot be written.
+        PipelineError: the file cannot be written, or the clips of a pair differ in length or size.
         MissingDependencyError: jinja2 or PyAV is not installed.
     """
     pairs = verdict.pairs or [(verdict.reference, verdict.optimized)]
     asked = []
     for settings, (reference, optimized) in zip(verdict.settings, pairs, strict=True):
-        if bits_equal(reference.video, optimized.video) and bits_equal(reference.audio, optimized.audio):
+        if all([bits_equal(reference.video, optimized.video), bits_equal(reference.audio, optimized.audio)]):
             continue
         label = f"{settings.prompt} (seed {settings.seed})"
         asked.append({"label": label, "unmodified": _mp4(reference), "optimized": _mp4(optimized)})

@@ -11,6 +11,7 @@ from rich.text import Text
 from h3opt.difference import CONFIDENCE
 from h3opt.environment import versions
 from h3opt.faults import FAULTS, Finding
+from h3opt.floors import multiple_words
 from h3opt.profiles import Profile, list_profiles
 from h3opt.promises import Exact
 from h3opt.registry import list_passes
@@ -115,7 +116,7 @@ def verdict_table(verdict: Verdict) -> Table:
             one.counts,
             _short(str(one.promise)),
             "–" if one.declined else _short(str(one.difference)).removeprefix("LPIPS "),
-            _of_floor(one.of_floor) if one.floor_words else "–",
+            _of_floor(None if one.declined or one.difference.equal else one.of_floor),
             Text(word, style=style),
             f"{one.seconds:.1f}" if one.seconds < 10 else f"{one.seconds:.0f}",
         )
@@ -135,11 +136,8 @@ def verdict_lines(verdict: Verdict) -> list[str]:
         others = f"; {apart} more on top of passes that are not Exact" if apart else ""
         named = f"Exact passes on ({len(verdict.exact_names)})"
         rows.append((named, f"{verdict.exact_set} (video and audio{others})"))
-    of_floor = verdict.of_floor
-    floors = f", {of_floor:.2g} of the noise floor" if of_floor is not None else ""
-    rows.append(("all passes on", f"{verdict.all_passes}{floors}"))
-    if verdict.noise_floor is not None:
-        rows.append(("noise floor", f"{verdict.noise_floor} (h3opt off, inputs moved by one ulp)"))
+    rows.append(("all passes on", ", ".join([str(verdict.all_passes), *verdict.floor_words])))
+    rows += [(floor.label, floor.found) for floor in verdict.floors]
     lines.append("measured: LPIPS and sound against the generation without the pass; floor: in noise floors")
     lines += ["", "against the unmodified pipeline:", *(f"  {name:22}{found}" for name, found in rows)]
     lines.append(
@@ -148,6 +146,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     )
     lines.append(", ".join(f"{package} {version}" for package, version in versions().items()))
     lines += verdict.report.notices
+    lines += _in_floors(verdict)
     lines += _over_clips(verdict)
     lines += [f"leaving out {one.name}: {one.left_out_failed or one.left_out}" for one in verdict.passes if one.tried]
     lines += [f"the unmodified pipeline itself has {one}" for one in _by_clip(verdict, verdict.reference_faults)]
@@ -158,6 +157,17 @@ def verdict_lines(verdict: Verdict) -> list[str]:
         lines.append(f"promise broken by: {', '.join(verdict.broken) or blamed}")
     lines.append(f"output moved by: {', '.join(verdict.moved) or 'no pass'}")
     return lines
+
+
+def _in_floors(verdict: Verdict) -> list[str]:
+    """Each pass that moved anything, in all floors that were measured if the table's column is not all of them."""
+    if len(verdict.of_floors) == ("ulp" in verdict.of_floors):
+        return []
+    return [
+        f"{one.name} moved " + ", ".join(multiple_words(name, found) for name, found in one.of_floors.items())
+        for one in verdict.passes
+        if one.floor_words
+    ]
 
 
 def _over_clips(verdict: Verdict) -> list[str]:

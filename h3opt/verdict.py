@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from h3opt.difference import Difference, Spread, spreads
 from h3opt.environment import versions
 from h3opt.faults import Finding
+from h3opt.floors import Floor, multiple_words, multiples
 from h3opt.generation import GenerationSettings, Media
 from h3opt.latents import LatentTrace
 from h3opt.promises import Promise
@@ -31,7 +32,7 @@ class PassVerdict:
         declined: why it declined.
         seconds: of the generation with it, capture included.
         differences: of each clip.
-        of_floor: ``difference`` as a multiple of the noise floor; ``None`` where none was measured.
+        of_floors: ``difference`` as a multiple of each floor that was measured, by name.
         left_out: from all passes on to all but this one; ``None`` unless asked for.
         left_out_failed: why the rest does not run without it.
         culprit: what moved first, if the promise broke and was bisected.
@@ -46,7 +47,7 @@ class PassVerdict:
     declined: str | None
     seconds: float
     differences: Sequence[Difference] = ()
-    of_floor: float | None = None
+    of_floors: Mapping[str, float] = field(default_factory=dict)
     left_out: Difference | None = None
     left_out_failed: str | None = None
     culprit: Culprit | None = None
@@ -57,11 +58,18 @@ class PassVerdict:
         return f"declined: {self.declined}" if self.declined else str(self.difference)
 
     @property
+    def of_floor(self) -> float | None:
+        """``difference`` as a multiple of the noise floor; ``None`` where none was measured."""
+        return self.of_floors.get("ulp")
+
+    @property
     def floor_words(self) -> str:
-        """``of_floor`` as a sentence's end, e.g. ``0.4 of the noise floor``; empty where there is none."""
-        if self.of_floor is None or self.declined or self.difference.equal:
+        """How far it moved as a sentence's end: ``0.4 of what compiling alone does`` if that was measured, else
+        ``0.4 of the noise floor``; empty where nothing was, or nothing moved."""
+        name = "compile" if "compile" in self.of_floors else "ulp"
+        if name not in self.of_floors or self.declined or self.difference.equal:
             return ""
-        return f"{self.of_floor:.2g} of the noise floor" if math.isfinite(self.of_floor) else "beyond any noise floor"
+        return multiple_words(name, self.of_floors[name])
 
     @property
     def tried(self) -> bool:
@@ -84,6 +92,7 @@ class PassVerdict:
             "declined": self.declined,
             "measured": self.measured,
             "of_noise_floor": self.of_floor,
+            "of_floors": dict(self.of_floors),
             "difference": asdict(self.difference),
             "spread": {name: asdict(one) for name, one in self.spread.items()},
             "left_out": asdict(self.left_out) if self.left_out else None,
@@ -102,7 +111,7 @@ class Verdict:
         capture: captured but with no pass on, against the unmodified pipeline.
         exact_set: the Exact passes that need no other pass, together, against the unmodified pipeline.
         all_passes: everything on, against the unmodified pipeline.
-        noise_floor: how far the unmodified pipeline moves by itself; ``None`` if no pass needed it.
+        floors: how far the unmodified pipeline moves by itself, see :mod:`h3opt.floors`.
         reference, optimized: the media of the clip that moved most, with everything on.
         reference_seconds, optimized_seconds: of one generation; the optimized one has its graphs already.
         report: the report of the pipeline with everything on.
@@ -121,7 +130,7 @@ class Verdict:
     exact_set: Difference | None
     exact_names: list[str]
     all_passes: Difference
-    noise_floor: Difference | None
+    floors: list[Floor]
     reference: Media
     optimized: Media
     reference_seconds: float
@@ -158,9 +167,24 @@ class Verdict:
         return [one.name for one in self.passes if one.held is False]
 
     @property
+    def noise_floor(self) -> Difference | None:
+        """The floor that Rounding is judged by; ``None`` if no pass needed it."""
+        return next((floor.difference for floor in self.floors if floor.name == "ulp"), None)
+
+    @property
     def of_floor(self) -> float | None:
         """``all_passes`` as a multiple of the noise floor."""
-        return None if self.noise_floor is None else self.all_passes.over(self.noise_floor)
+        return self.of_floors.get("ulp")
+
+    @property
+    def of_floors(self) -> dict[str, float]:
+        """``all_passes`` as a multiple of each floor that was measured."""
+        return multiples(self.all_passes, self.floors)
+
+    @property
+    def floor_words(self) -> list[str]:
+        """The same in words, e.g. ``0.4 of what compiling alone does``."""
+        return [multiple_words(name, multiple) for name, multiple in self.of_floors.items()]
 
     @property
     def spread(self) -> dict[str, Spread]:
@@ -181,6 +205,8 @@ class Verdict:
                 "all_passes_of_noise_floor": self.of_floor,
                 "spread": {name: asdict(one) for name, one in self.spread.items()},
                 "noise_floor": asdict(self.noise_floor) if self.noise_floor else None,
+                "floors": [one.to_dict() for one in self.floors],
+                "all_passes_of_floors": self.of_floors,
                 "faults": [{"clip": clip, **one.to_dict()} for clip, one in self.faults],
                 "reference_faults": [{"clip": clip, **one.to_dict()} for clip, one in self.reference_faults],
                 "latents": self._latents(),

@@ -8,7 +8,8 @@ Clips with everything on are searched for faults (:mod:`h3opt.faults`) that the 
 
 The *noise floor* is how far the unmodified pipeline moves by itself when the noise it starts from, and what its video
 decoder reads, moves by one unit in the last place of their dtype. It is measured when a pass is on that may move bits,
-and changes are given as multiples of it.
+and changes are given as multiples of it. Compiling, another attention library, a warm cache and the next seed move the
+pipeline too: :mod:`h3opt.floors` measures these when asked.
 """
 
 from __future__ import annotations
@@ -21,15 +22,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from h3opt.bisection import bisect_pass
-from h3opt.calls import around
 from h3opt.difference import Difference
 from h3opt.environment import environment, versions
 from h3opt.errors import H3OptError, PipelineError
 from h3opt.evidence import check_folder
 from h3opt.faults import Finding, find_faults
+from h3opt.floors import Floor, choose_floors, generations, measure_floors, multiples
 from h3opt.generation import GenerationSettings, Media, generate
 from h3opt.latents import LatentTrace, trace_latents
 from h3opt.profiles import Profile
@@ -53,6 +52,7 @@ def verify(
     settings: GenerationSettings | None = None,
     seeds: int = 1,
     leave_out: bool = False,
+    floors: Iterable[str] = ("ulp",),
     evidence: Path | None = None,
     progress: Progress | None = None,
     **options: Any,
@@ -68,6 +68,8 @@ def verify(
         settings: size, length, steps and first seed of what is generated.
         seeds: clips per prompt, with seeds that follow one another.
         leave_out: also take each pass out of the whole set, and compare with the whole.
+        floors: what else the unmodified pipeline's own moves are measured by, of :data:`h3opt.floors.FLOORS`. Rounding
+            is judged by ``ulp``, which is measured, named or not, if a pass may move bits.
         evidence: where to save what moved first when a promise breaks, in a folder named after the pass; ``None`` not
             to look for it. See :mod:`h3opt.bisection`.
         progress: told before each generation.
@@ -86,7 +88,8 @@ def verify(
     session, chosen = prepare(pipe, passes, profile, **options)
     if session.view.pipe is None:
         raise PipelineError("verify needs a whole pipeline. Pass the pipeline, not one of its models.")
-    if not all(isinstance(one.promise, Exact) for one in chosen):
+    measured = choose_floors(floors, ulp=not all(isinstance(one.promise, Exact) for one in chosen))
+    if measured:
         check_lpips()  # minutes of work would end there
     if evidence is not None:
         check_folder(evidence)
@@ -94,7 +97,7 @@ def verify(
         undo.callback(session.uninstall)
         if progress is not None:  # the caller shows progress of its own
             session.view.hide_step_bars(undo)
-        return _Ladder(pipe, session, list(chosen), clips, leave_out, evidence, progress).climb()
+        return _Ladder(pipe, session, list(chosen), clips, leave_out, measured, evidence, progress).climb()
 
 
 class _Ladder:
@@ -105,20 +108,25 @@ class _Ladder:
         passes: list[Pass],
         clips: list[GenerationSettings],
         leave_out: bool,
+        floors: list[str],
         evidence: Path | None,
         progress: Progress | None,
     ) -> None:
         self.pipe, self.session, self.clips, self.progress = pipe, session, clips, progress
         self.leave_out, self.evidence = leave_out, evidence
+        self.floors: list[Floor] = []
+        self._floors = floors
         self.exact, self.others = split_exact(passes)
-        self.needs_floor = not all(isinstance(one.promise, Exact) for one in passes)
         self.done = 0
-        self.total = (3 + len(passes) * (1 + leave_out) + self.needs_floor) * len(clips)
+        self.total = (3 + len(passes) * (1 + leave_out)) * len(clips) + generations(floors, clips)
 
     def climb(self) -> Verdict:
         found_in = environment(self.session.device.name)
         (reference, reference_seconds), reference_traces = self._traced_run("unmodified pipeline")
-        floor = self._noise_floor(reference) if self.needs_floor else None
+        self.floors = measure_floors(
+            self._floors, self.session.view, self.clips, reference, lambda what, clips: self._run(what, clips)[0]
+        )
+        found_in["floors"] = {floor.name: dict(floor.facts) for floor in self.floors if floor.facts}
         self.session.install([])
         before, _ = self._run("captured, no pass")
         capture = Difference.worst(_each(reference, before))
@@ -129,7 +137,12 @@ class _Ladder:
             installed.append(one)
             self.session.change_passes(installed)
             after, seconds = self._run(f"+ {one.name}")
-            verdicts.append(self._judge(one, _each(before, after), floor, seconds))
+            try:
+                moved = _each(before, after)
+            except PipelineError as error:
+                error.add_note(f"Without {one.name} the clip has another length or size than with it.")
+                raise
+            verdicts.append(self._judge(one, moved, seconds))
             before = after
             if self.exact and one is self.exact[-1]:
                 exact_set = Difference.worst(_each(reference, after))
@@ -152,7 +165,7 @@ class _Ladder:
             exact_set,
             [one.name for one in self.exact],
             Difference.worst(differences),
-            floor,
+            self.floors,
             reference[shown],
             optimized[shown],
             reference_seconds,
@@ -168,9 +181,9 @@ class _Ladder:
             found_in,
         )
 
-    def _run(self, what: str) -> tuple[list[Media], float]:
+    def _run(self, what: str, clips: Sequence[GenerationSettings] | None = None) -> tuple[list[Media], float]:
         media, seconds = [], 0.0
-        for clip in self.clips:
+        for clip in self.clips if clips is None else clips:
             if self.progress is not None:
                 self.progress(what, self.done, self.total)
             started = time.perf_counter()
@@ -186,30 +199,21 @@ class _Ladder:
             trace.ended = lambda: traces.append(trace.snapshot())
             return self._run(what), traces
 
-    def _noise_floor(self, reference: list[Media]) -> Difference:
-        with ExitStack() as undo:
-            transformer = self.session.view.transformer
-            if transformer is not None:
-                around(transformer, _Nudge(next(iter(transformer.transformer_blocks.parameters())).dtype), undo)
-            if self.session.view.vae is not None:  # decoding rounds too
-                decoder = self.session.view.vae.decoder
-                around(decoder, _Nudge(next(iter(decoder.transformer_blocks.parameters())).dtype), undo)
-            return Difference.worst(_each(reference, self._run("noise floor")[0]))
-
-    def _judge(self, one: Pass, differences: list[Difference], floor: Difference | None, seconds: float) -> PassVerdict:
+    def _judge(self, one: Pass, differences: list[Difference], seconds: float) -> PassVerdict:
         entry = self.session.report()[one.name]
         difference = Difference.worst(differences)
+        ulp = next((floor.difference for floor in self.floors if floor.name == "ulp"), None)
         return PassVerdict(
             one.name,
             one.kind,
             one.promise,
             entry.counts,
             difference,
-            None if entry.declined else _holds(one.promise, difference, floor),
+            None if entry.declined else _holds(one.promise, difference, ulp),
             entry.declined,
             seconds,
             differences,
-            None if floor is None or entry.declined else difference.over(floor),
+            {} if entry.declined else multiples(difference, self.floors),
         )
 
     def _without(self, one: Pass, verdict: PassVerdict, optimized: list[Media]) -> PassVerdict:
@@ -250,21 +254,6 @@ class _Ladder:
             )
             found += [(number, finding) for finding in findings]
         return found
-
-
-class _Nudge:
-    """Moves what enters the transformer, or the video decoder, by one ulp of its dtype in every call."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, proceed: Any, *args: Any, **kwargs: Any) -> Any:
-        for name in ("hidden_states", "audio_hidden_states"):
-            if name in kwargs:
-                kwargs[name] = kwargs[name] * (1 + torch.finfo(self.dtype).eps)
-        if args:
-            args = (args[0] * (1 + torch.finfo(self.dtype).eps), *args[1:])
-        return proceed(*args, **kwargs)
 
 
 def split_exact(passes: Sequence[Pass]) -> tuple[list[Pass], list[Pass]]:

@@ -59,7 +59,7 @@ def test_it_goes_into_json_and_a_chart(bench: TransformerBench, tmp_path: Path) 
     assert json.loads(json.dumps(bench.to_dict()))["arms"][3]["milliseconds"] == 41.0
     write_bench_chart(tmp_path / "chart.png", bench)
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(PipelineError, match="Give another path"):
+    with pytest.raises(PipelineError, match=r"cannot write .*chart\.png \(No such file or directory\); name a file"):
         write_bench_chart(tmp_path / "missing" / "chart.png", bench)
     assert [file.name for file in tmp_path.iterdir()] == ["chart.png"]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from h3opt import cli, demo, verification
+from h3opt import cli, demo, quality, verification
 from h3opt.evidence import Evidence, flatten, write_evidence
 from h3opt.media import write_mp4
 from h3opt.profiles import list_profiles, load_profile, parse_profile
-from h3opt.promises import Exact
+from h3opt.promises import Exact, Perceptual
 from h3opt.reference import save_tiny, tiny_pipeline
 from h3opt.registry import find_pass, list_passes
 from h3opt.report import PassReport
@@ -380,13 +382,77 @@ def test_a_demo_directory_that_cannot_be_made_is_refused(tmp_path: Path, h3opt: 
         assert result.code == 2 and f"error: {out} cannot be made: " in result.err
 
 
+@pytest.mark.parametrize("kept", [None, 1000], ids=["missing", "truncated"])
+def test_lpips_weights_that_cannot_be_used_are_named(
+    kept: int | None, tmp_path: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "lpips.safetensors"
+    if kept is not None:
+        file.write_bytes(quality._weights_path(None).read_bytes()[:kept])
+    monkeypatch.setattr(quality, "_weights_path", lambda weights: file)
+    message = refusal("verify", "--passes", "tile_batch", "--report", tmp_path / "r.html")
+    assert str(file) in message and ("are missing" if kept is None else "cannot read the LPIPS weights") in message
+    assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_an_unknown_floor_is_refused_with_the_nearest(refusal: Callable[..., str]) -> None:
+    assert "no floor called 'sed' (did you mean 'seed'?)" in refusal("verify", "--floors", "ulp,sed")
+
+
+def test_calibrate_says_what_perceptual_promises_should_be(h3opt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_page import verdict
+
+    asked: list[Any] = []
+    monkeypatch.setattr("h3opt.reference.tiny_pipeline", lambda **_: None)
+    monkeypatch.setattr(verification, "verify", lambda *_, **given: asked.append(given) or verdict())
+    result = h3opt("verify", "--calibrate", "--seeds", 2)
+    expected = [one.name for one in list_passes() if isinstance(one.promise, Perceptual)]
+    assert result.code == 0 and [one.name for one in asked[0]["passes"]] == expected
+    assert (
+        "fp8_linear: promises LPIPS ≤ 0.03, audio ≥ 40 dB; worst of 2 clips LPIPS 0.0123, audio 61.1 dB; " in result.out
+    )
+    assert "should promise LPIPS ≤ 0.025, audio ≥ 55 dB: too loose\n" in result.out
+    result = h3opt("verify", "--calibrate", "--passes", "fp8_linear", "--json", "-")
+    assert asked[1]["passes"] == ["fp8_linear"] and json.loads(result.out)["calibration"][0]["loose"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_verification_that_is_interrupted_says_so_in_one_line_and_leaves_no_file(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "report.html").write_text("old")
+    places = ("--report", "report.html", "--blind", "blind.html", "--json", "verdict.json", "--evidence", "evidence")
+    started = subprocess.Popen(
+        [sys.executable, "-c", "from h3opt.cli import main; main()", "verify", "--passes", "norm_modulate", *places],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stderr is not None
+    try:
+        lines = []
+        for line in started.stderr:
+            lines.append(line.rstrip())
+            if line.startswith("1/") and len(lines) == 2:  # the unmodified clip is there, the next one is being made
+                started.send_signal(number)
+        output, _ = started.communicate(timeout=60)
+    finally:
+        started.kill()
+    assert (started.returncode, output) == (code, ""), lines
+    assert lines[-1] == "interrupted" and not any("Traceback" in line for line in lines)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"report.html": "old"}
+
+
 @pytest.mark.usefixtures("nothing_runs")
 def test_ctrl_c_is_no_traceback(h3opt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("h3opt.reference.tiny_pipeline", interrupted)
-    assert h3opt("verify").code == 130
+    assert h3opt("verify") == Result(130, "", "interrupted\n")
 
 
 # ----------------------------------------------------------------------------------------------------------- lists

@@ -16,6 +16,7 @@ from h3opt import demo
 from h3opt.demo import run_demo, write_json
 from h3opt.errors import H3OptError, PipelineError
 from h3opt.faults import Finding
+from h3opt.floors import Floor
 from h3opt.generation import GenerationSettings, Media
 from h3opt.promises import Exact, Perceptual, Promise
 from h3opt.registry import list_passes
@@ -33,7 +34,9 @@ def clip(seed: int) -> Media:
 
 
 def judged(name: str, promise: Promise, difference: Difference, held: bool | None, why: str | None = None) -> Any:
-    return PassVerdict(name, "graph", promise, "–" if why else "12/12", difference, held, why, 12.34, of_floor=0.4)
+    return PassVerdict(
+        name, "graph", promise, "–" if why else "12/12", difference, held, why, 12.34, of_floors={"ulp": 0.4}
+    )
 
 
 def verdict(*passes: PassVerdict, capture: Difference | None = None) -> Verdict:
@@ -43,7 +46,7 @@ def verdict(*passes: PassVerdict, capture: Difference | None = None) -> Verdict:
         exact_set=Difference(),
         exact_names=[one.name for one in passes if isinstance(one.promise, Exact)],
         all_passes=MOVED,
-        noise_floor=MOVED,
+        floors=[Floor("ulp", MOVED)],
         reference=clip(0),
         optimized=clip(1),
         reference_seconds=2.0,

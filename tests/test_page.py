@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import html
 import html.parser
 import io
 import json
@@ -24,6 +25,8 @@ from h3opt.difference import Difference
 from h3opt.environment import environment
 from h3opt.errors import MissingDependencyError, PipelineError
 from h3opt.faults import Finding
+from h3opt.figures import lpips_chart
+from h3opt.floors import Floor
 from h3opt.generation import GenerationSettings, Media
 from h3opt.latents import LatentTrace
 from h3opt.page import check_page, write_blind, write_report
@@ -33,6 +36,14 @@ from h3opt.verdict import PassVerdict, Verdict
 
 MOVED = Difference(5, 7, 0.0123, 40.0, 61.1, 0.03, 0.98, 0.002, 61.0, 0.3, 0.0)
 FLOOR = Difference(5, 7, 0.02, 45.0, 60.0, 0.04)
+COMPILED = Floor("compile", Difference(5, 7, 0.03, 45.0, 60.0, 0.04), None, {"graphs": 5, "max_autotune": False})
+REFUSED = "only flash takes its calls on <cpu>"
+FLOORS = [
+    Floor("ulp", FLOOR),
+    COMPILED,
+    Floor("attention", None, REFUSED),
+    Floor("seed", Difference(9, 9, 0.4, 9.0, -1.0, 0.5)),
+]
 PROMPT = 'A <b>fox</b> & "snow" </script><script>alert(1)</script>'
 
 
@@ -55,18 +66,38 @@ def verdict(clips: int = 2, **changed: Any) -> Verdict:
     differences = [dataclasses.replace(MOVED, lpips=0.0123 - 0.001 * n) for n in range(clips)]
     passes = [
         PassVerdict(
-            "fused_swiglu", "graph", Exact(), "12/12", Difference(), True, None, 1.2, [Difference()] * clips, 0.0
+            "fused_swiglu",
+            "graph",
+            Exact(),
+            "12/12",
+            Difference(),
+            True,
+            None,
+            1.2,
+            [Difference()] * clips,
+            {"ulp": 0.0, "compile": 0.0, "seed": 0.0},
         ),
         PassVerdict(
-            "fp8_linear", "format", Perceptual(0.03, 40), "8/8", MOVED, True, None, 1.5, differences, 0.6, MOVED
+            "fp8_linear",
+            "format",
+            Perceptual(0.03, 40),
+            "8/8",
+            MOVED,
+            True,
+            None,
+            1.5,
+            differences,
+            {"ulp": 0.6, "compile": 0.4, "seed": 0.03},
+            MOVED,
         ),
         PassVerdict("tile_batch", "schedule", Exact(), "–", Difference(), None, "needs <SM89>", 0.5),
     ]
     found = Verdict(
-        passes, Difference(), Difference(), ["fused_swiglu"], MOVED, FLOOR, *pairs[0], 2.0, 1.0,
+        passes, Difference(), Difference(), ["fused_swiglu"], MOVED, FLOORS, *pairs[0], 2.0, 1.0,
         Report("cpu", "cpu", "direct", "block", notices=["A notice."]),
         [GenerationSettings(prompt=PROMPT, seed=seed) for seed in range(clips)],
-        differences, 0, pairs, (trace(), trace()), environment=environment("cpu"),
+        differences, 0, pairs, (trace(), trace()),
+        environment={**environment("cpu"), "floors": {"compile": dict(COMPILED.facts)}},
     )  # fmt: skip
     return dataclasses.replace(found, **changed)
 
@@ -137,6 +168,42 @@ def test_the_report_says_all_it_must(pages):
     assert all("controls" in one for one in videos)
     assert all(one.get("alt") is not None for one in page.all("img"))
     assert all("scope" in one for one in page.all("th"))
+
+
+def test_every_floor_is_shown_measured_or_not(pages):
+    text = pages[0].read_text(encoding="utf-8")
+    words = " ".join(html.unescape(re.sub(r"<[^>]+>", " ", text.partition('id="frame-data"')[0])).split())
+    for expected in (
+        "0.88 of the noise floor; 0.88 of what compiling alone does; 0.031 of the distance to the next seed",
+        "of noise floor of compile floor of attention floor of seed ceiling",
+        "0.6 0.4 – 0.03",
+        "compile floor blocks compiled by Inductor against eager LPIPS 0.0300, audio 60.0 dB",
+        f"attention floor one attention library against another not measured: {REFUSED}",
+        "compile floor graphs 5, max autotune False",
+    ):
+        assert expected in words, expected
+    (alt,) = [one["alt"] or "" for one in Structure(text).all("img") if "LPIPS of each frame" in (one.get("alt") or "")]
+    assert "over the noise floor as a band; compile floor 0.03; seed ceiling 0.4; the worst is frame" in alt
+
+
+def test_the_chart_draws_floors_and_leaves_those_far_above_to_the_legend():
+    frames = [0.01, 0.02, math.nan]
+    bare, band, lines = (Image.open(io.BytesIO(lpips_chart(frames, FLOORS[:count]))) for count in (0, 1, 3))
+    above = Image.open(io.BytesIO(lpips_chart(frames, FLOORS)))
+    pictures = [one.convert("RGB").tobytes() for one in (bare, band, lines, above)]
+    assert len(set(pictures)) == 4, "each floor shows"
+    shade = (0xC8, 0xD5, 0xDD)
+    assert [shade in {colour for _, colour in one.convert("RGB").getcolors(1 << 20)} for one in (bare, band)] == [
+        False,
+        True,
+    ]
+    assert band_top(lines) == band_top(above), "a ceiling does not press the frames onto the axis"
+
+
+def band_top(chart: Image.Image) -> int:
+    """The highest row of the noise floor's band at the chart's left."""
+    chart = chart.convert("RGB")
+    return next(y for y in range(chart.height) if chart.getpixel((chart.width // 4, y)) == (0xC8, 0xD5, 0xDD))
 
 
 def test_frames_heat_maps_and_clips_are_what_they_say(pages):
@@ -211,6 +278,17 @@ def test_a_page_appears_whole_or_not_at_all(tmp_path, monkeypatch):
 def interrupted(self: Path, text: str, encoding: str) -> None:
     self.write_bytes(text.encode(encoding)[:1000])
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", ["video", "audio"])
+@pytest.mark.parametrize("write", [write_report, write_blind])
+def test_media_of_different_length_make_no_page(kind, write, tmp_path):
+    whole = clip(1)
+    tensor = whole.video[:, :-3] if kind == "video" else whole.audio[..., :-300]
+    short = dataclasses.replace(whole, **{kind: tensor})
+    with pytest.raises(PipelineError, match="cannot compare shapes"):
+        write(tmp_path / "page.html", verdict(1, optimized=short, pairs=[(clip(0), short)]))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_place_for_a_page_is_made_or_refused_before_the_work(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -167,6 +168,22 @@ def test_weights_of_lpips_that_are_missing_are_said_before_anything_runs(silent,
     assert told == []
 
 
+def test_a_pass_that_changes_the_length_of_the_clip_is_named(silent, monkeypatch):
+    before = fingerprint(silent)
+    made = iter(range(9))
+
+    def shorter(pipe: Any, clip: GenerationSettings) -> Any:
+        media = generate(pipe, clip)
+        cut = next(made) >= 2  # the unmodified pipeline and capture alone come before the pass
+        return dataclasses.replace(media, video=media.video[:, :-1]) if cut else media
+
+    monkeypatch.setattr("h3opt.verification.generate", shorter)
+    with pytest.raises(PipelineError, match="cannot compare shapes") as caught:
+        verify(silent, ["norm_modulate"])
+    assert "Without norm_modulate the clip has another length" in caught.value.__notes__[0]
+    assert differing(before, fingerprint(silent)) == []
+
+
 # --- how it leaves things --------------------------------------------------------------------------------------
 
 
@@ -216,3 +233,35 @@ def test_a_failure_on_the_way_leaves_the_pipeline_as_it_was_found(silent):
             verify(silent, [greedy])
         assert opt.active and opt.report["modulation_table"].counts == "4/4"
         assert_same_media(reference, generate(silent, CLIP))
+
+
+@pytest.mark.parametrize("where", ["unmodified pipeline", "noise floor", "captured, no pass", "+ tile_batch"])
+def test_an_interruption_leaves_the_pipeline_as_it_was_found_and_nothing_on_disk(silent, where, tmp_path):
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == where:
+            raise KeyboardInterrupt
+
+    with h3opt.optimize(silent, ["modulation_table"], "cpu") as opt:
+        inside = fingerprint(silent)
+        with pytest.raises(KeyboardInterrupt):
+            verify(silent, ["tile_batch"], evidence=tmp_path / "evidence", progress=interrupt)
+        assert opt.active and [one.name for one in opt.passes] == ["modulation_table"]
+        assert module_types(inside) == module_types(fingerprint(silent))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interruption_in_the_middle_of_a_step_leaves_the_pipeline_as_it_was_and_a_rerun_is_whole(silent, tmp_path):
+    before, calls = fingerprint(silent), []
+    block = silent.vae.decoder.transformer_blocks[0]
+
+    def interrupt(module: Any, args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    hook = block.ff.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        verify(silent, ["norm_modulate"])
+    hook.remove()
+    assert len(calls) == 3 and differing(before, fingerprint(silent)) == []
+    assert verify(silent, ["norm_modulate"]).held

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from h3opt.calls import around
 from h3opt.canonical import canonicalize, value
 from h3opt.capture import trace
+from h3opt.floors import Nudge
 from h3opt.generation import GenerationSettings, Media, generate
 from h3opt.promises import Exact, Perceptual, Rounding
 from h3opt.protocol import GraphFacts, GraphPass, Pass
@@ -35,7 +36,7 @@ from h3opt.testing import (
     semantic,
     survives,
 )
-from h3opt.verification import Difference, _holds, _Nudge
+from h3opt.verification import Difference, _holds
 
 aten = torch.ops.aten
 
@@ -358,7 +359,7 @@ class Stage:
 
 def noise_floor(unmodified: list[Media]) -> Difference:
     pipe = build()
-    around(pipe.transformer, _Nudge(torch.float32), ExitStack())
+    around(pipe.transformer, Nudge(torch.float32), ExitStack())
     return Difference.worst(map(Difference.between, unmodified, [generate(pipe, clip) for clip in CLIPS]))
 
 

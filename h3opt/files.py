@@ -1,0 +1,77 @@
+"""Files and folders that appear whole or not at all: written under another name beside their place, then renamed.
+
+A run that ends half-way, by an error, Ctrl-C or SIGTERM, takes its partial file with it. One that was killed without
+a chance to leaves a hidden ``.NAME.HOST-PID.partial``, which the next run that writes there removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from h3opt.errors import PipelineError
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str], encoding_error: type[Exception] = OSError) -> Iterator[Path]:
+    """A temporary name beside `path`, renamed to it on success and removed on failure.
+
+    Raises:
+        PipelineError: it cannot be written.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise PipelineError(f"cannot write {path}: it is not a regular file; name a file in a folder you can write to")
+    try:
+        with partial_of(path) as partial:
+            yield partial
+            os.replace(partial, path)
+    except OSError as error:
+        why = error.strerror or error  # not the partial file's name
+        raise PipelineError(f"cannot write {path} ({why}); name a file in a folder you can write to") from error
+    except encoding_error as error:
+        raise PipelineError(f"cannot encode {path} ({error}); check the size and the rates") from error
+
+
+@contextlib.contextmanager
+def partial_of(path: Path) -> Iterator[Path]:
+    """A hidden name beside ``path`` for a file or a folder; what has that name at the end is removed.
+
+    Partial files that processes of this host left there and did not live to remove go too.
+    """
+    stem, host = f".{path.name}.", platform.node().replace("/", "_")
+    for leftover in path.parent.glob(f"{_literal(stem + host)}-*.partial"):
+        number = leftover.name.removesuffix(".partial").rpartition("-")[2]
+        if number.isdecimal() and not _alive(int(number)):
+            _remove(leftover)
+    partial = path.parent / f"{stem}{host}-{os.getpid()}.partial"  # "." has no name
+    try:
+        yield partial
+    finally:
+        _remove(partial)
+
+
+def _literal(text: str) -> str:
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in text)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

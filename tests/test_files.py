@@ -1,0 +1,84 @@
+"""Whatever is written appears whole or not at all, however the writing ends, and a rerun finds nothing in its way."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from h3opt.demo import write_json
+from h3opt.evidence import Evidence, read_evidence, write_evidence
+from h3opt.files import partial_of, whole_file
+from h3opt.media import write_frame_strip, write_mp4
+
+VIDEO, AUDIO = torch.rand(1, 4, 3, 32, 32), torch.zeros(1, 2, 4000)
+
+
+def stop(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "mp4": (lambda path: write_mp4(path, VIDEO, AUDIO, 16000), "torch.Tensor.numpy"),
+    "frames": (lambda path: write_frame_strip(path, {"a": VIDEO}), "os.replace"),
+    "json": (lambda path: write_json(path, {"a": 1}), "pathlib.Path.replace"),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_an_interruption_leaves_the_old_file_and_no_other(kind, tmp_path, monkeypatch):
+    write, stopped_in = WRITERS[kind]
+    path = tmp_path / "file"
+    path.write_text("old")
+    with monkeypatch.context() as patch:
+        patch.setattr(stopped_in, stop)
+        with pytest.raises(KeyboardInterrupt):
+            write(path)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    write(path)
+    assert path.read_bytes() != b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def evidence(call: int) -> Evidence:
+    return Evidence("fused_swiglu", {}, "module", "transformer", call, [], arguments=[{"list": []}, {"dict": {}}])
+
+
+@pytest.mark.parametrize("stopped_in", ["h3opt.evidence.save_file", "pathlib.Path.write_text", "pathlib.Path.rename"])
+def test_interrupted_evidence_is_the_old_one(stopped_in, tmp_path, monkeypatch):
+    write_evidence(tmp_path / "e", evidence(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(stopped_in, stop)
+        with pytest.raises(KeyboardInterrupt):
+            write_evidence(tmp_path / "e", evidence(2))
+    assert read_evidence(tmp_path / "e").call == 1 and [one.name for one in tmp_path.iterdir()] == ["e"]
+    write_evidence(tmp_path / "e", evidence(3))
+    assert read_evidence(tmp_path / "e").call == 3 and [one.name for one in tmp_path.iterdir()] == ["e"]
+
+
+def test_what_a_killed_run_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    left = f".r*.html.{platform.node()}-{{}}.partial"
+    dead, alive, far = (tmp_path / left.format(process) for process in (gone.pid, os.getppid(), "x"))
+    other = tmp_path / f".rx.html.{platform.node()}-{gone.pid}.partial"
+    for path in (dead, alive, far, other):
+        path.write_text("half")
+    with whole_file(tmp_path / "r*.html") as partial:
+        partial.write_text("whole")
+        assert partial.parent == tmp_path and partial.name.startswith(".")
+    assert not dead.exists() and alive.exists() and far.exists() and other.exists()
+    assert (tmp_path / "r*.html").read_text() == "whole"
+
+
+def test_a_partial_folder_goes_too(tmp_path):
+    with pytest.raises(KeyboardInterrupt), partial_of(tmp_path / "e") as partial:
+        (partial / "deep").mkdir(parents=True)
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,192 @@
+"""How far the unmodified pipeline moves by itself, by every floor; and what is said of one that cannot be measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_same_media, differing, fingerprint
+from test_page import verdict as shown
+from torch._inductor import config
+from torch.nn.attention import SDPBackend
+
+import h3opt
+from h3opt import floors
+from h3opt.components import PipelineView
+from h3opt.difference import Difference
+from h3opt.errors import PassOptionError
+from h3opt.floors import AUTOTUNING, FLOORS, Floor, choose_floors, generations, measure_floors, multiple_words
+from h3opt.generation import GenerationSettings, Media, generate
+from h3opt.tables import verdict_lines
+
+CLIP = GenerationSettings(num_inference_steps=2)
+pytestmark = pytest.mark.xdist_group("bfloat16 pipeline")
+
+
+def measure(pipe: Any, *names: str, clips: Sequence[GenerationSettings] = (CLIP,)) -> dict[str, Floor]:
+    """The floors by name; checks that as many clips are generated as was foretold, and nothing is left behind."""
+    ran: list[GenerationSettings] = []
+
+    def run(what: str, wanted: Sequence[GenerationSettings]) -> list[Media]:
+        made = [generate(pipe, clip) for clip in wanted]
+        ran.extend(wanted)
+        return made
+
+    before, places = fingerprint(pipe), dict(os.environ)
+    reference = [generate(pipe, clip) for clip in clips]
+    found = measure_floors(names, PipelineView.of(pipe), clips, reference, run)
+    assert differing(before, fingerprint(pipe)) == [] and dict(os.environ) == places
+    assert_same_media(reference[0], generate(pipe, clips[0]))
+    if all(floor.difference is not None for floor in found):
+        assert len(ran) == generations(names, clips)
+    return {floor.name: floor for floor in found}
+
+
+def test_one_ulp_another_library_and_the_next_seed_move_the_pipeline_ever_more(silent):
+    found = measure(silent, "ulp", "attention", "seed")
+    ulp, attention, seed = (found[name].difference for name in ("ulp", "attention", "seed"))
+    assert ulp is not None and attention is not None and seed is not None
+    assert 0 < ulp.lpips < seed.lpips / 10 and 0 < attention.lpips < seed.lpips / 10
+    assert found["attention"].facts == {"libraries": "flash and math"}
+    assert found["seed"].kind.ceiling and found["seed"].label == "seed ceiling"
+    assert "libraries flash and math" in found["attention"].found
+
+
+def test_the_next_seed_is_not_generated_twice():
+    clips = [dataclasses.replace(CLIP, seed=seed) for seed in (3, 4)]
+    made: list[GenerationSettings] = []
+
+    def run(what: str, wanted: Sequence[GenerationSettings]) -> list[Media]:
+        made.extend(wanted)
+        return [picture(clip) for clip in wanted]
+
+    view = PipelineView(vae=None)
+    (floor,) = measure_floors(["seed"], view, clips, [picture(clip) for clip in clips], run)
+    assert [clip.seed for clip in made] == [5] and generations(["seed"], clips) == 1
+    assert floor.difference == Difference.worst(
+        Difference.between(picture(clip), picture(dataclasses.replace(clip, seed=clip.seed + 1))) for clip in clips
+    )
+
+
+def picture(clip: GenerationSettings) -> Media:
+    draw = torch.Generator().manual_seed(clip.seed)
+    return Media(torch.rand(1, 4, 3, 32, 32, generator=draw), torch.rand(1, 2, 4000, generator=draw), 16000)
+
+
+# --- what cannot be measured -------------------------------------------------------------------------------------
+
+
+def test_one_library_alone_is_no_floor_and_says_so(silent, monkeypatch):
+    monkeypatch.setitem(floors._LIBRARIES, "cpu", (SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION))
+    floor = measure(silent, "attention")["attention"]
+    assert floor.difference is None and floor.absent is not None
+    assert floor.absent.startswith("only math takes its calls on cpu; refused: efficient (")
+    assert floor.found == f"not measured: {floor.absent}" and floor.to_dict()["absent"] == floor.absent
+
+
+def test_attention_that_goes_round_torch_is_no_floor(silent, monkeypatch):
+    monkeypatch.setattr(floors._Library, "around", lambda self, proceed, *args, **kwargs: proceed(*args, **kwargs))
+    assert "no attention goes through" in str(measure(silent, "attention")["attention"].absent)
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_compiled_floors_say_so_and_the_verdict_stands(silent):
+    before = fingerprint(silent)
+    with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        verdict = h3opt.verify(silent, None, ["fused_swiglu"], "cpu", settings=CLIP, floors=["compile", "cache"])
+    assert [floor.absent for floor in verdict.floors] == [
+        "Inductor finds no C++ compiler; install g++ or clang, or name one in CXX"
+    ] * 2
+    assert verdict.held and verdict.passes[0].of_floors == {}
+    text = "\n".join(verdict_lines(verdict))
+    assert "compile floor         not measured: Inductor finds no C++ compiler" in text
+    assert differing(before, fingerprint(silent)) == []
+
+
+def test_blocks_that_are_compiled_already_are_no_eager_pipeline(silent):
+    block = silent.transformer.transformer_blocks[0]
+    block.compile(backend="eager")
+    mine = block._compiled_call_impl
+    try:
+        floor = measure(silent, "compile")["compile"]
+        assert floor.absent is not None and floor.absent.startswith("1 blocks are compiled already")
+        assert block._compiled_call_impl is mine
+    finally:
+        block._compiled_call_impl = None
+
+
+# --- compiled ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_compiling_moves_the_pipeline_and_leaves_nobody_elses_graphs_cold(silent, monkeypatch, tmp_path):
+    compiled: list[int] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        compiled.append(1)
+        return graph
+
+    theirs = torch.compile(lambda x: x.sin() + 1, backend=count)
+    theirs(torch.ones(3))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    verdict = h3opt.verify(
+        silent, None, ["norm_modulate", "fp8_linear"], "cpu", settings=CLIP, floors=["cache", "compile"]
+    )
+    theirs(torch.ones(3))
+    assert compiled == [1], "their graph is still there"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
+    assert not list(tmp_path.rglob("fxgraph")), "nor is their cache folder filled"
+    _, compile, cache = verdict.floors
+    assert [floor.name for floor in verdict.floors] == ["ulp", "compile", "cache"]
+    assert compile.difference is not None and not compile.difference.equal
+    assert cache.difference is not None and cache.facts["cold"].startswith("0 of ") and cache.facts["warm"] > "0"
+    assert {name: compile.facts[name] for name in AUTOTUNING} == AUTOTUNING
+    assert verdict.environment["floors"]["compile"]["max_autotune"] is False
+    (exact, fp8) = verdict.passes
+    assert fp8.of_floors["compile"] == fp8.difference.over(compile.difference)
+    assert fp8.floor_words.endswith(" of what compiling alone does") and exact.floor_words == ""
+    assert verdict.held and f"fp8_linear moved {fp8.of_floors['ulp']:.2g} of the noise floor" in "\n".join(
+        verdict_lines(verdict)
+    )
+
+
+# --- names and words ---------------------------------------------------------------------------------------------
+
+
+def test_floors_are_measured_in_one_order_and_one_ulp_only_where_a_pass_may_move_bits():
+    assert choose_floors(["seed", "compile", "ulp"], ulp=True) == ["ulp", "compile", "seed"]
+    assert choose_floors(["ulp", "seed"], ulp=False) == ["seed"]
+    assert choose_floors([], ulp=True) == ["ulp"], "Rounding is judged by it"
+
+
+def test_an_unknown_floor_brings_the_nearest(silent):
+    with pytest.raises(PassOptionError, match="no floor called 'compil' \\(did you mean 'compile'\\?\\)"):
+        h3opt.verify(silent, None, ["norm_modulate"], "cpu", floors=["compil"])
+    with pytest.raises(PassOptionError, match="one name, not a list"):
+        choose_floors("ulp", ulp=True)
+
+
+def test_a_verdict_says_all_floors_in_lines_and_as_json():
+    verdict = shown()
+    lines = verdict_lines(verdict)
+    moved = "fp8_linear moved 0.6 of the noise floor, 0.4 of what compiling alone does, 0.03 of the distance to"
+    assert any(line.startswith(moved) for line in lines) and not any("fused_swiglu moved" in line for line in lines)
+    assert any(line.startswith("  attention floor       not measured: only flash takes its calls") for line in lines)
+    assert verdict.passes[1].floor_words == "0.4 of what compiling alone does"
+    data = json.loads(json.dumps(verdict.to_dict(), allow_nan=False))
+    assert [one["name"] for one in data["floors"]] == ["ulp", "compile", "attention", "seed"]
+    assert [one["ceiling"] for one in data["floors"]] == [False, False, False, True]
+    assert data["passes"][1]["of_floors"] == {"ulp": 0.6, "compile": 0.4, "seed": 0.03}
+    assert set(data["all_passes_of_floors"]) == {"ulp", "compile", "seed"} and data["noise_floor"]["lpips"] == 0.02
+
+
+def test_multiples_read_as_sentences():
+    assert multiple_words("compile", 0.4) == "0.4 of what compiling alone does"
+    assert multiple_words("ulp", float("inf")) == "beyond any noise floor"
+    assert multiple_words("cache", float("inf")) == "beyond any multiple of what a warm cache does"
+    assert all(kind.what and kind.how for kind in FLOORS.values())
