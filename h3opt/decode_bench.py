@@ -20,12 +20,11 @@ from h3opt.bench import Arm, ArmTables, Enter, Progress, Visits, copy_rate, dist
 from h3opt.components import PipelineView
 from h3opt.device import Device
 from h3opt.errors import PipelineError, nearest
-from h3opt.promises import Perceptual
 from h3opt.protocol import FormatPass, GraphFacts, GraphPass, No, Pass, SchedulePass
 from h3opt.quality import LPIPS_MIN_SIZE, audio_snr_db, check_lpips, lpips_per_frame
 from h3opt.session import Session, prepare
 from h3opt.tiles import plan_decode
-from h3opt.verification import split_exact
+from h3opt.verification import strictest_first
 
 PEERS = ("compile",)
 """What passes are compared with besides eager."""
@@ -263,16 +262,14 @@ def _steps(
 
     ``captured`` tells whether a capture without passes is something to measure.
     """
-    exact, others = split_exact(passes)
-    perceptual = {one.name for one in others if isinstance(one.promise, Perceptual)}
-    rounding = [one for one in others if one.name not in perceptual and not perceptual.intersection(one.builds_on)]
-    chosen = [*exact, *rounding, *(one for one in others if one not in rounding)]
+    exact, rounding, others = strictest_first(passes)
+    chosen = [*exact, *rounding, *others]
     found: list[tuple[str, Sequence[Pass]]] = [("h3opt, no pass", [])] if captured else []
     if cumulative:
         found += [(f"+ {one.name}", chosen[:count]) for count, one in enumerate(chosen, start=1)]
     else:
-        found += [("h3opt, Exact passes", exact)] if exact and others else []
-        found += [("h3opt, Exact and Rounding passes", [*exact, *rounding])] if rounding and perceptual else []
+        found += [("h3opt, Exact passes", exact)] if exact and chosen != exact else []
+        found += [("h3opt, Exact and Rounding passes", [*exact, *rounding])] if rounding and others else []
         found += [("h3opt, all passes", chosen)] if chosen else []
     if leave_out and len(chosen) > 1:
         found += [(f"all but {one.name}", [other for other in chosen if other is not one]) for one in chosen]

@@ -1,4 +1,4 @@
-"""``h3opt demo``: the tiny reference pipeline unmodified and optimized, compared and written to disk."""
+"""``h3opt demo``: the small trained reference pipeline unmodified and optimized, compared and written to disk."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ import torch
 
 from h3opt.errors import PipelineError
 from h3opt.files import partial_of
-from h3opt.generation import GenerationSettings
+from h3opt.generation import GenerationSettings, reference_pipeline
 from h3opt.media import write_frame_strip, write_mp4
 from h3opt.profiles import load_profile
-from h3opt.reference import tiny_pipeline
 from h3opt.verification import Progress, Verdict, verify
 
 
 def run_demo(
     out: Path,
     *,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.float32,
     profile: str = "auto",
     device: str = "cpu",
     settings: GenerationSettings | None = None,
     progress: Progress | None = None,
 ) -> Verdict:
-    """Verify the tiny reference and write ``reference.mp4``, ``optimized.mp4``, ``frames.png`` and ``report.json``.
+    """Verify the trained reference and write ``reference.mp4``, ``optimized.mp4``, ``frames.png`` and ``report.json``.
 
     Args:
         out: directory; made if missing.
@@ -45,8 +44,8 @@ def run_demo(
         raise PipelineError(f"{out} cannot be made: {error.strerror}. Give another directory.") from error
     if profile != "auto":
         load_profile(profile)  # a wrong one is said before anything is built
-    pipe = tiny_pipeline(dtype=dtype, device=device)
-    verdict = verify(pipe, profile=profile, settings=settings, progress=progress)
+    pipe = reference_pipeline(dtype=dtype, device=device)
+    verdict = verify(pipe, profile=profile, settings=settings, on_reference=True, progress=progress)
     for name, media in (("reference", verdict.reference), ("optimized", verdict.optimized)):
         write_mp4(out / f"{name}.mp4", media.video, media.audio, media.sampling_rate)
     strip = {"unmodified": verdict.reference.video, "optimized": verdict.optimized.video}

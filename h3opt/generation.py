@@ -15,6 +15,7 @@ from diffusers.modular_pipelines.modular_pipeline_utils import ComponentSpec
 from safetensors import safe_open
 
 from h3opt.errors import CheckpointError
+from h3opt.reference import WeightsError, trained_pipeline
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class GenerationSettings:
         seed: of the initial noise, drawn on the CPU so that it is the same on every device.
     """
 
-    prompt: str = "A red fox runs through snow."
+    prompt: str = "a red circle moves right over grey, a low hum"
     height: int = 64
     width: int = 96
     num_frames: int = 124
@@ -76,6 +77,18 @@ def generate(pipe: Any, settings: GenerationSettings, **inputs: Any) -> Media:
         **inputs,
     )
     return Media(out["videos"].cpu(), out["audio"].cpu(), int(out["sampling_rate"]))
+
+
+def reference_pipeline(dtype: torch.dtype, device: str | torch.device = "cpu") -> MiniMaxH3ModularPipeline:
+    """The small trained pipeline that comes with h3opt; it draws what :mod:`h3opt.reference.scenes` describes.
+
+    Raises:
+        CheckpointError: its weights are missing or cannot be read.
+    """
+    try:
+        return trained_pipeline(dtype=dtype, device=device)
+    except WeightsError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def load_pipeline(

@@ -112,10 +112,12 @@ class CellCosine:
     Attributes:
         within: of neighbours that one row of the packed sequence holds; NaN where a row holds one cell.
         across: of neighbours in different rows.
+        frames: of one cell in successive frames; NaN where there is one frame.
     """
 
     within: float
     across: float
+    frames: float = float("nan")
 
     @property
     def mean(self) -> float:
@@ -127,11 +129,12 @@ class CellCosine:
         return {
             "within": None if self.within != self.within else round(self.within, 4),
             "across": None if self.across != self.across else round(self.across, 4),
+            "frames": None if self.frames != self.frames else round(self.frames, 4),
         }
 
 
 def adjacent_cell_cosine(latents: torch.Tensor, patch: tuple[int, int, int] = (1, 2, 2)) -> CellCosine:
-    """How alike spatial neighbours are: near 0 for white latents, near 1 for a scene.
+    """How alike neighbours are: near 0 for white latents, near 1 for a scene.
 
     Args:
         latents: ``[1, channels, frames, height, width]``, floating point.
@@ -153,7 +156,8 @@ def adjacent_cell_cosine(latents: torch.Tensor, patch: tuple[int, int, int] = (1
         crosses = torch.arange(1, length, device=cells.device) % size == 0
         within.append(cosine[~crosses].flatten())
         across.append(cosine[crosses].flatten())
-    return CellCosine(float(torch.cat(within).mean()), float(torch.cat(across).mean()))
+    frames = (cells[:, :-1] * cells[:, 1:]).sum(0).mean()
+    return CellCosine(float(torch.cat(within).mean()), float(torch.cat(across).mean()), float(frames))
 
 
 def excess_kurtosis(noise: torch.Tensor) -> tuple[float, float]:

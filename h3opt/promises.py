@@ -40,11 +40,14 @@ class Perceptual:
         audio_snr_db: the smallest audio signal-to-noise ratio against the unmodified pipeline, in dB; ``None`` for
             a pass that does not touch sound.
         site_error: of a graph pass: the largest ``‖with − without‖ / ‖without‖`` at one rewritten site on normal data.
+        on_reference: the same on the small trained reference, which draws plainer pictures than a model for users do:
+            twice what was measured there; see :mod:`h3opt.calibration`.
     """
 
     lpips: float
     audio_snr_db: float | None = None
     site_error: float | None = None
+    on_reference: Perceptual | None = None
 
     def __str__(self) -> str:
         snr = "" if self.audio_snr_db is None else f", audio ≥ {self.audio_snr_db:g} dB"

@@ -1,10 +1,10 @@
 """``h3opt.verify``: what each pass does to picture and sound, held to what it promises.
 
-The unmodified pipeline runs first. Then passes are added one by one, Exact ones first as far as their order allows,
-and every generation is compared with the one before it: the difference belongs to the pass that was added. Exact
-asks for equal bits, Rounding for a change no larger than the noise floor, Perceptual for LPIPS and audio SNR. Once
-all Exact passes that need no other are on, video and audio are compared with the unmodified pipeline, bit for bit.
-Clips with everything on are searched for faults (:mod:`h3opt.faults`) that the unmodified ones do not have.
+The unmodified pipeline runs first. Then passes are added one by one, Exact ones first, then Rounding ones, as far as
+their order allows, and every generation is compared with the one before it: the difference belongs to the pass that was
+added. Exact asks for equal bits, Rounding for a change no larger than the noise floor, Perceptual for LPIPS and audio
+SNR. Once all Exact passes that need no other are on, video and audio are compared with the unmodified pipeline, bit for
+bit. Clips with everything on are searched for faults (:mod:`h3opt.faults`) that the unmodified ones do not have.
 
 The *noise floor* is how far the unmodified pipeline moves by itself when the noise it starts from, and what its video
 decoder reads, moves by one unit in the last place of their dtype. It is measured when a pass is on that may move bits,
@@ -54,6 +54,7 @@ def verify(
     leave_out: bool = False,
     floors: Iterable[str] = ("ulp",),
     evidence: Path | None = None,
+    on_reference: bool = False,
     progress: Progress | None = None,
     **options: Any,
 ) -> Verdict:
@@ -72,6 +73,8 @@ def verify(
             is judged by ``ulp``, which is measured, named or not, if a pass may move bits.
         evidence: where to save what moved first when a promise breaks, in a folder named after the pass; ``None`` not
             to look for it. See :mod:`h3opt.bisection`.
+        on_reference: the pipeline is :func:`h3opt.generation.reference_pipeline`, for which Perceptual passes promise
+            less change than for just any model.
         progress: told before each generation.
 
     Raises:
@@ -97,7 +100,8 @@ def verify(
         undo.callback(session.uninstall)
         if progress is not None:  # the caller shows progress of its own
             session.view.hide_step_bars(undo)
-        return _Ladder(pipe, session, list(chosen), clips, leave_out, measured, evidence, progress).climb()
+        ladder = _Ladder(pipe, session, list(chosen), clips, leave_out, measured, evidence, on_reference, progress)
+        return ladder.climb()
 
 
 class _Ladder:
@@ -110,13 +114,15 @@ class _Ladder:
         leave_out: bool,
         floors: list[str],
         evidence: Path | None,
+        on_reference: bool,
         progress: Progress | None,
     ) -> None:
         self.pipe, self.session, self.clips, self.progress = pipe, session, clips, progress
-        self.leave_out, self.evidence = leave_out, evidence
+        self.leave_out, self.evidence, self.on_reference = leave_out, evidence, on_reference
         self.floors: list[Floor] = []
         self._floors = floors
-        self.exact, self.others = split_exact(passes)
+        self.exact, *others = strictest_first(passes)
+        self.others = [one for some in others for one in some]
         self.done = 0
         self.total = (3 + len(passes) * (1 + leave_out)) * len(clips) + generations(floors, clips)
 
@@ -202,14 +208,17 @@ class _Ladder:
     def _judge(self, one: Pass, differences: list[Difference], seconds: float) -> PassVerdict:
         entry = self.session.report()[one.name]
         difference = Difference.worst(differences)
+        promise = one.promise
+        if self.on_reference and isinstance(promise, Perceptual):
+            promise = promise.on_reference or promise
         ulp = next((floor.difference for floor in self.floors if floor.name == "ulp"), None)
         return PassVerdict(
             one.name,
             one.kind,
-            one.promise,
+            promise,
             entry.counts,
             difference,
-            None if entry.declined else _holds(one.promise, difference, ulp),
+            None if entry.declined else _holds(promise, difference, ulp),
             entry.declined,
             seconds,
             differences,
@@ -256,11 +265,16 @@ class _Ladder:
         return found
 
 
-def split_exact(passes: Sequence[Pass]) -> tuple[list[Pass], list[Pass]]:
-    """Exact passes that build on Exact ones alone, and the rest; each in running order."""
+def strictest_first(passes: Sequence[Pass]) -> tuple[list[Pass], list[Pass], list[Pass]]:
+    """Exact passes, Rounding ones and the rest, each in running order; one counts with the loosest that it builds on.
+
+    A Rounding pass has to be judged before a Perceptual one is on: FP8 turns a last bit into a whole step of its own.
+    """
     inexact = {one.name for one in passes if not isinstance(one.promise, Exact)}
+    perceptual = {one.name for one in passes if isinstance(one.promise, Perceptual)}
     exact = [one for one in passes if one.name not in inexact and not inexact.intersection(one.builds_on)]
-    return exact, [one for one in passes if one not in exact]
+    others = [one for one in passes if one.name in perceptual or perceptual.intersection(one.builds_on)]
+    return exact, [one for one in passes if one not in exact and one not in others], others
 
 
 def _holds(promise: Promise, difference: Difference, floor: Difference | None) -> bool:

@@ -61,7 +61,7 @@ class AudioDirectDepthwise(FormatPass):
     """
 
     name = "audio_direct_depthwise"
-    promise = Perceptual(lpips=0.0, audio_snr_db=40.0)
+    promise = Perceptual(lpips=0.0, audio_snr_db=40.0, on_reference=Perceptual(lpips=0.0, audio_snr_db=127.0))
 
     def applies(self, device: Device, view: PipelineView) -> Yes | No:
         if view.audio_vae is None:

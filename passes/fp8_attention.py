@@ -57,7 +57,9 @@ class FP8Attention(GraphPass):
     smooth_k: bool = False
 
     name = "fp8_attention"
-    promise = Perceptual(lpips=0.03, audio_snr_db=30.0, site_error=0.1)
+    promise = Perceptual(
+        lpips=0.03, audio_snr_db=30.0, site_error=0.1, on_reference=Perceptual(lpips=0.00088, audio_snr_db=42.0)
+    )
 
     def __post_init__(self) -> None:
         choices = {"backend": attention.FP8_BACKENDS, "scales": ("bound", "dynamic"), "smooth_k": (True, False)}

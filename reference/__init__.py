@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     )
     from h3opt.reference.natural_clips import ClipsMissingError, load_natural_clips
     from h3opt.reference.tiny import save_tiny, tiny_call, tiny_pipeline
+    from h3opt.reference.trained import WeightsError, trained_pipeline
 
 __all__ = [
     "CANVASES",
     "Canvas",
     "ClipsMissingError",
+    "WeightsError",
     "decode_inputs",
     "decode_pipeline",
     "full_audio_vae",
@@ -37,6 +39,7 @@ __all__ = [
     "save_tiny",
     "tiny_call",
     "tiny_pipeline",
+    "trained_pipeline",
 ]
 
 _MODULES = {
@@ -53,6 +56,7 @@ _MODULES = {
     ),
     "natural_clips": ("ClipsMissingError", "load_natural_clips"),
     "tiny": ("save_tiny", "tiny_call", "tiny_pipeline"),
+    "trained": ("WeightsError", "trained_pipeline"),
 }
 
 

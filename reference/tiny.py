@@ -132,7 +132,7 @@ def assemble(**models: Any) -> MiniMaxH3ModularPipeline:
 
 def tiny_call(
     pipeline: MiniMaxH3ModularPipeline,
-    prompt: str = "A red fox runs through snow.",
+    prompt: str = "a red circle moves right over grey, a low hum",
     height: int = 64,
     width: int = 96,
     num_frames: int = 124,
