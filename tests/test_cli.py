@@ -79,10 +79,10 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded or built")
 
-    # h3opt.demo is imported by now: it holds a reference of its own to tiny_pipeline.
-    monkeypatch.setattr(demo, "tiny_pipeline", work)
-    for place in ("generation.load_pipeline", "reference.tiny_pipeline", "reference.full_transformer",
-                  "reference.full_audio_vae"):  # fmt: skip
+    # h3opt.demo is imported by now: it holds a reference of its own to reference_pipeline.
+    monkeypatch.setattr(demo, "reference_pipeline", work)
+    for place in ("generation.load_pipeline", "generation.reference_pipeline", "reference.tiny_pipeline",
+                  "reference.full_transformer", "reference.full_audio_vae"):  # fmt: skip
         monkeypatch.setattr(f"h3opt.{place}", work)
 
 
@@ -249,7 +249,7 @@ def test_an_empty_prompt_to_verify_with_is_refused(refusal: Callable[..., str]) 
         ("--steps", 1, "1 steps are too few. Use at least 2."),
         ("--seed", -1, "seed -1 is out of range"),
         ("--seed", 2**63, "is out of range"),
-        ("--dtype", "float8", "dtype 'float8' is not known. Use bfloat16, float16 or float32."),
+        ("--dtype", "float8", "dtype 'float8' is not known. Use auto, bfloat16, float16 or float32."),
         ("--device", "gpu", "There is no device 'gpu'. Use cpu, cuda or cuda:N."),
         ("--device", "meta", "'meta'"),
         ("--device", "", "There is no device ''"),
@@ -404,7 +404,7 @@ def test_calibrate_says_what_perceptual_promises_should_be(h3opt: Run, monkeypat
     from test_page import verdict
 
     asked: list[Any] = []
-    monkeypatch.setattr("h3opt.reference.tiny_pipeline", lambda **_: None)
+    monkeypatch.setattr("h3opt.generation.reference_pipeline", lambda *_: None)
     monkeypatch.setattr(verification, "verify", lambda *_, **given: asked.append(given) or verdict())
     result = h3opt("verify", "--calibrate", "--seeds", 2)
     expected = [one.name for one in list_passes() if isinstance(one.promise, Perceptual)]
@@ -451,7 +451,7 @@ def test_ctrl_c_is_no_traceback(h3opt: Run, monkeypatch: pytest.MonkeyPatch) -> 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("h3opt.reference.tiny_pipeline", interrupted)
+    monkeypatch.setattr("h3opt.generation.reference_pipeline", interrupted)
     assert h3opt("verify") == Result(130, "", "interrupted\n")
 
 
@@ -608,12 +608,12 @@ def test_a_broken_promise_is_exit_code_1_and_its_name(
         verdicts.append(verify(*args, **kwargs))
         return verdicts[0]
 
-    def silent(**options: Any) -> Any:  # sound is most of a tiny generation's time
-        pipe = tiny_pipeline(**options)
+    def silent(*options: Any) -> Any:  # sound is most of a tiny generation's time
+        pipe = tiny_pipeline(*options)
         pipe.audio_vae.decode = lambda latents, *_, **__: (latents.new_zeros(2, 1, 8),)
         return pipe
 
-    monkeypatch.setattr("h3opt.reference.tiny_pipeline", silent)
+    monkeypatch.setattr("h3opt.generation.reference_pipeline", silent)
     monkeypatch.setattr(verification, "verify", recorded)
     monkeypatch.setattr(find_pass("fp8_linear"), "promise", Exact())
     file = profile(tmp_path / "mine.yaml", "  - pass: fp8_linear\n  - pass: hoist_step_invariants\n")

@@ -76,7 +76,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         calls.update(options, pipe=pipe)
         return verdict(*HELD)
 
-    monkeypatch.setattr(demo, "tiny_pipeline", lambda **options: options)
+    monkeypatch.setattr(demo, "reference_pipeline", lambda **options: options)
     monkeypatch.setattr(demo, "verify", verify)
     return calls
 
