@@ -46,7 +46,7 @@ def test_small_odd_shapes(name, dtype, special):
 @pytest.mark.sanitize
 @pytest.mark.parametrize("name", FUSED)
 def test_one_token_and_seventeen_of_an_odd_width(name):
-    """What `make sanitize` runs, since a read past the end need not change a bit: few shapes, each with masked edges."""
+    """For `make sanitize`, since a read past the end need not change a bit: few shapes, each with masked edges."""
     one, odd = (20, 96) if name in HEAD_OPS else (36, 1028)
     check(name, op_inputs(name, 1, one, 1, device="cuda", heads=1))
     check(name, op_inputs(name, 17, odd, 3, 2, device="cuda", heads=5))
