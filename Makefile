@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TYPED := build/typed/h3opt
 
-.PHONY: demo test test-slow lint types test-gpu clean
+.PHONY: demo test test-slow lint types test-gpu sanitize clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready
@@ -29,9 +29,18 @@ types: $(VENV)/ready
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p h3opt
 
 # On a CUDA machine, with the python that has torch: make test-gpu PYTEST="python3 -m pytest"
+# What is skipped is listed with its reason (-rs): a missing GPU or library never passes for a tested one.
 PYTEST ?= $(BIN)/pytest
-test-gpu:
-	$(PYTEST) -m gpu
+test-gpu: $(if $(filter $(BIN)/pytest,$(PYTEST)),$(VENV)/ready)
+	$(PYTEST) -m gpu -rs
+
+# Every kernel of ours at few odd shapes under compute-sanitizer; TOOL=racecheck looks for races in shared memory.
+# Each tensor is an allocation of its own, so that a read past its end is one; --padding keeps neighbours apart.
+TOOL ?= memcheck
+PADDING := $(if $(filter memcheck,$(TOOL)),--padding 64)
+sanitize: $(if $(filter $(BIN)/pytest,$(PYTEST)),$(VENV)/ready)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) $(PADDING) --report-api-errors no \
+		--target-processes application-only --error-exitcode 9 $(PYTEST) tests/kernels -m sanitize -rs -p no:cacheprovider
 
 $(VENV)/ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -23,6 +23,7 @@ from h3opt.kernels.device import reciprocal_approx as exact_reciprocal
 from h3opt.kernels.examples import differing
 from h3opt.quality import relative_error
 from tests.kernels import cuda_order
+from tests.kernels.planted_order import reordered_norm
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SPECIALS = ("none", "inf", "nan", "subnormal", "zero")
@@ -282,6 +283,14 @@ def test_norm_mutant_with_another_order_of_summation_is_seen(monkeypatch):
     monkeypatch.setattr(norm, "row_sum_of_squares", in_sequence)
     x, _, _, *rest = mutant_norm_args()
     assert differing(norm.norm_modulate(x, *rest, 1e-5), cuda_order.norm_modulate(x, *rest, 1e-5)) > 0
+
+
+@pytest.mark.parametrize("shape", [(1, 40, 128), (2, 8, 1028)])
+def test_norm_with_the_order_planted_on_the_gpu_is_seen_and_hardly_off(shape, tmp_path, monkeypatch):
+    x, _, _, *rest = norm_inputs(shape, torch.float32, 5, 1.0, "none", False)
+    planted = reordered_norm(tmp_path, monkeypatch).norm_modulate(x, *rest, 1e-5)
+    expected = norm.norm_modulate(x, *rest, 1e-5)
+    assert differing(planted, expected) > 0 and relative_error(expected, planted) < 1e-6
 
 
 def test_norm_mutant_that_keeps_float32_between_operations_is_seen(monkeypatch):
