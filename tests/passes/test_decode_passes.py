@@ -173,6 +173,47 @@ def test_norm_and_rope_are_fused_in_every_block_whatever_the_batch(vaes: Vaes, d
         assert opt.report["vae_fused_qkv"].matched == entry.matched and not opt.report["vae_fused_qkv"].refused
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_residual_and_norm_are_fused_in_every_block_and_the_first_has_sixteen_bits(vaes: Vaes, dtype: Any) -> None:
+    vae, z = vaes.vaes[dtype], latents("tiled one way", 12)
+    blocks, per_block = len(vae.decoder.transformer_blocks), 2 if dtype is torch.float32 else 3
+    with h3opt.optimize(vae, ["vae_residual_norm", "vae_fused_qkv"], "cpu") as opt:
+        assert bits_equal(vaes.unmodified(dtype, "tiled one way", 12), decode(vae, z))
+        entry, ran = opt.report["vae_residual_norm"], opt._session.operators_run()
+        assert entry.matched == entry.expected == per_block * blocks and "probe" in entry.proof and not entry.refused
+        assert ran["scaled_residual_norm"] == ran["scaled_residual"] > 0
+        assert ran["wide_norm"] == ran["scaled_residual"] * (per_block - 2)
+    assert bits_equal(vaes.unmodified(dtype, "tiled one way", 12), decode(vae, z))
+
+
+FP8 = ["vae_fp8_linear", "quant_producer_fusion", "vae_residual_norm"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("layers", "quantized", "left"),
+    [
+        (["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "ff.net.0.proj", "ff.net.2"], 3, (2, 2)),
+        (["attn.to_q", "ff.net.0.proj"], 1, (2, 3)),
+        (["attn.to_out.0", "ff.net.2"], 1, (2, 3)),
+    ],
+    ids=["all layers", "q and up", "outputs"],
+)
+def test_norms_quantize_for_the_projections_that_all_read_fp8(
+    vaes: Vaes, dtype: Any, layers: list[str], quantized: int, left: tuple[int, int]
+) -> None:
+    vae, z = vaes.vaes[dtype], latents("one tile", 7)
+    one = make_pass("vae_fp8_linear", {"layers": layers})
+    with h3opt.optimize(vae, [one], "cpu"):
+        expected = decode(vae, z)
+    with h3opt.optimize(vae, [one, *FP8[1:]], "cpu") as opt:
+        assert bits_equal(expected, decode(vae, z))
+        blocks = len(vae.decoder.transformer_blocks)
+        found = {name: (opt.report[name].matched, opt.report[name].expected) for name in FP8[1:]}
+    assert found[FP8[1]] == (quantized * blocks,) * 2
+    assert found[FP8[2]] == (left[dtype is torch.bfloat16] * blocks,) * 2
+
+
 # --- memory ----------------------------------------------------------------------------------------------------
 
 
