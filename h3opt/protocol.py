@@ -24,6 +24,8 @@ from h3opt.device import Device
 from h3opt.promises import Promise
 
 if TYPE_CHECKING:
+    import torch
+
     from h3opt.components import PipelineView
     from h3opt.rewrite import Match
     from h3opt.testing import Draw
@@ -58,12 +60,15 @@ class GraphFacts:
         holds: repeated blocks by kind, e.g. ``{"transformer.block": 1}``, or the model's depth with
             ``scope: model``; empty when unknown.
         operators: how often each operator occurs before any pass has run.
+        results: the (fake) tensors that each operator gives then, for passes that serve some dtypes or shapes only;
+            empty for a graph that is not captured yet.
         passes: the graph and format passes that are on, so that a pass can tell what its neighbours leave for it.
     """
 
     region: str = ""
     holds: Mapping[str, int] = dataclasses.field(default_factory=dict)
     operators: Mapping[Any, int] = dataclasses.field(default_factory=dict)
+    results: Mapping[Any, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
     passes: tuple[Pass, ...] = ()
 
     def find(self, name: str) -> Pass | None:

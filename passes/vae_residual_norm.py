@@ -87,7 +87,7 @@ def foldable(match: Match) -> str | None:
 @register
 @dataclass(frozen=True)
 class VAEResidualNorm(GraphPass):
-    """The video decoder's float32 residual is read once to be scaled, summed, normed and rounded; eager goes four times.
+    """The video decoder's float32 residual is scaled, summed, normed and rounded in one go; eager takes four kernels.
 
     A block's first norm and its last sum stand alone: one kernel each, in place of three and two.
     """

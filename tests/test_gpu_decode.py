@@ -13,7 +13,9 @@ import torch
 import h3opt
 from h3opt.calls import around
 from h3opt.components import PipelineView
-from h3opt.quality import bits_equal, lpips_per_frame
+from h3opt.device import Device
+from h3opt.kernels import attention
+from h3opt.quality import bits_equal, lpips_per_frame, relative_error
 from h3opt.reference import CANVASES, full_vae, tiny_call, tiny_pipeline
 from h3opt.registry import make_pass
 from h3opt.tiles import Blends, Choices, plan_decode
@@ -293,3 +295,21 @@ def test_quantizing_in_the_norm_changes_no_bit_of_the_fp8_decoder() -> None:
     assert bits_equal(expected, found)
     assert report["quant_producer_fusion"].matched == 6 and report["vae_residual_norm"].matched == 4
     assert ran["scaled_residual_norm_quantize"] == ran["wide_norm_quantize"] == ran["scaled_residual"] > 0, ran
+
+
+@pytest.mark.parametrize("backend", attention.BF16_BACKENDS)
+@torch.no_grad()
+def test_attention_of_the_decoder_runs_in_the_library_that_is_named(backend: str) -> None:
+    reason = attention.missing(backend, Device.of("cuda"), fp8=False)
+    if reason is not None:
+        pytest.skip(reason)
+    vae = full_vae(device="cuda", decoder_num_layers=2)
+    z = latents((16, 16), 7)  # one tile
+    expected = decode(vae, z)
+    named = make_pass("attention_backend", {"backend": backend})
+    with h3opt.optimize(vae, [named, "vae_fused_qkv", "vae_residual_norm"], "h200") as opt:
+        found = decode(vae, z)
+        entry, ran = opt.report["attention_backend"], opt._session.operators_run()
+    assert not entry.declined and not entry.refused and entry.matched == entry.expected == 2, str(entry)
+    assert ran["attention"] == 2, ran
+    assert relative_error(expected.float(), found.float()) < 0.05

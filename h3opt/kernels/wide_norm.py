@@ -19,7 +19,6 @@ from h3opt.kernels.device import (
     quantize_row,
     rms_reciprocal,
     row_sum_of_squares,
-    store_columns,
     vector_columns,
     widen,
 )
