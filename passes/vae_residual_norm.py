@@ -89,7 +89,7 @@ def foldable(match: Match) -> str | None:
 class VAEResidualNorm(GraphPass):
     """The video decoder's float32 residual is scaled, summed, normed and rounded in one go; eager takes four kernels.
 
-    A block's first norm and its last sum stand alone: one kernel each, in place of three and two.
+    A block's first norm and its last sum stand alone, as one kernel each in place of two.
     """
 
     name = "vae_residual_norm"

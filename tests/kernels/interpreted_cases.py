@@ -96,7 +96,7 @@ def test_norm_residual(shape, **kind):
     assert differing(quantized, (hidden, *cuda_order.quantize_rows(normed))) == 0
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(shape=norm_shapes, first_block=st.booleans(), **drawn)
 def test_wide_norm(shape, first_block, dtype, seed, magnitude, special, strided):
     y = values(shape, dtype, seed, magnitude, special, strided)
@@ -115,7 +115,7 @@ def test_wide_norm(shape, first_block, dtype, seed, magnitude, special, strided)
 
 
 def test_wide_norm_of_decoder_rows_and_its_mutant_that_rounds_the_sum_are_seen(monkeypatch):
-    residual, y = values((1, 3, 2048), torch.float32, 0), values((1, 3, 2048), torch.bfloat16, 1)
+    residual, y = values((2, 2048), torch.float32, 0), values((2, 2048), torch.bfloat16, 1)
     scale, weight = values((2, 2048), torch.float32, 2)
     args = (residual, y, scale, weight, 1e-5, torch.bfloat16)
     expected = cuda_order.scaled_residual_norm(*args)

@@ -11,7 +11,7 @@ from h3opt.kernels import attention
 from h3opt.passes import attention_backend
 from h3opt.protocol import Example, GraphFacts
 from h3opt.quality import bits_equal, relative_error
-from h3opt.reference import tiny_call, tiny_pipeline
+from h3opt.reference import tiny_pipeline
 from h3opt.registry import make_pass
 from h3opt.testing import Draw, check_pass, norm_and_turn, rewired, rewrite, semantic
 
@@ -115,26 +115,6 @@ def test_a_result_that_eager_would_lay_out_otherwise_is_left_alone(name: str) ->
     assert found.matched == 0 or expected.is_contiguous()
 
 
-def test_attention_backend_takes_what_fp8_attention_leaves() -> None:
-    """The video decoder's and the refiner's, while other passes rewrite what is around them."""
-    pipe = tiny_pipeline(dtype=torch.bfloat16)
-    pipe.set_progress_bar_config(disable=True)
-    passes = ["fp8_attention", "attention_backend", "vae_fused_qkv", "vae_residual_norm"]
-    with h3opt.optimize(pipe, passes, "cpu", probe=False) as opt:
-        tiny_call(pipe, num_inference_steps=1)
-        report, ran = opt.report, opt._session.operators_run()
-    blocks = len(pipe.vae.decoder.transformer_blocks)
-    assert report["attention_backend"].per_region == {
-        "transformer.block": (0, 0),
-        "transformer.refiner": (1, 1),
-        "vae.block": (1, 1),
-    }
-    assert report["fp8_attention"].per_region["transformer.block"] == (1, 1)
-    refined = len(pipe.transformer.token_refiner.refiner_blocks)
-    assert report["attention_backend"].matched == blocks + refined and not report["attention_backend"].refused
-    assert ran["attention"] >= blocks + refined and ran["fp8_attention"] > 0
-
-
 def test_attention_backend_expects_none_where_no_library_has_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder in float32, as it is released, keeps torch's attention: no shortfall, and the report says why."""
     sdpa = torch.ops.aten.scaled_dot_product_attention.default
@@ -159,13 +139,23 @@ def test_attention_backend_expects_none_where_no_library_has_the_dtype(monkeypat
     assert entry.matched == entry.expected == 0 and "not in 32 bits" in str(entry.near_misses)
 
 
-def test_alone_on_the_decoder_attention_backend_takes_every_block() -> None:
+def test_attention_backend_takes_what_fp8_attention_leaves() -> None:
+    """The refiner's and the video decoder's, while other passes rewrite what is around them."""
+    sdpa = torch.ops.aten.scaled_dot_product_attention.default
+    passes = tuple(map(make_pass, ("fp8_attention", "attention_backend", "vae_fused_qkv", "vae_residual_norm")))
+    one_each = {
+        region: passes[1].expect(GraphFacts(region, {region: 1}, {sdpa: 1}, passes=passes))  # type: ignore[attr-defined]
+        for region in ("transformer.block", "transformer.refiner", "vae.block")
+    }
+    assert one_each == {"transformer.block": 0, "transformer.refiner": 1, "vae.block": 1}
     vae = tiny_pipeline(dtype=torch.bfloat16).vae
     z = torch.randn(1, 24, 7, 4, 4, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = vae.decode(z, return_dict=False)[0]
-        with h3opt.optimize(vae, ["attention_backend"], "cpu") as opt:
+        with h3opt.optimize(vae, passes, "cpu") as opt:
             found = vae.decode(z, return_dict=False)[0]
-            entry = opt.report["attention_backend"]
-    assert entry.matched == entry.expected == len(vae.decoder.transformer_blocks) and not entry.refused
+            report, ran = opt.report, opt._session.operators_run()
+    entry, blocks = report["attention_backend"], len(vae.decoder.transformer_blocks)
+    assert entry.matched == entry.expected == blocks and not entry.refused
+    assert report["fp8_attention"].matched == 0 and ran["attention"] >= blocks and not ran["fp8_attention"]
     assert relative_error(expected.float(), found.float()) < 0.02
