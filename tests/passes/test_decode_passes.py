@@ -14,7 +14,7 @@ from diffusers import AutoencoderKLMiniMaxH3
 import h3opt
 from h3opt.components import PipelineView
 from h3opt.errors import H3OptError, MemoryBudgetError, PassOptionError, PipelineError
-from h3opt.fp8 import FP8Linear
+from h3opt.fp8 import PROJECTIONS, FP8Linear
 from h3opt.generation import GenerationSettings, generate
 from h3opt.passes.async_assembly import SideStream
 from h3opt.passes.tile_geometry import parse_tile
@@ -189,18 +189,17 @@ def test_residual_and_norm_are_fused_in_every_block_and_the_first_has_sixteen_bi
 FP8 = ["vae_fp8_linear", "quant_producer_fusion", "vae_residual_norm"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("layers", "quantized", "left"),
+    ("layers", "dtype", "quantized", "left"),
     [
-        (["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "ff.net.0.proj", "ff.net.2"], 3, (2, 2)),
-        (["attn.to_q", "ff.net.0.proj"], 1, (2, 3)),
-        (["attn.to_out.0", "ff.net.2"], 1, (2, 3)),
+        (PROJECTIONS, torch.float32, 3, 2),
+        (PROJECTIONS, torch.bfloat16, 3, 2),
+        (("attn.to_q", "ff.net.0.proj"), torch.bfloat16, 1, 3),
     ],
-    ids=["all layers", "q and up", "outputs"],
+    ids=["all layers-float32", "all layers-bfloat16", "q and up-bfloat16"],
 )
 def test_norms_quantize_for_the_projections_that_all_read_fp8(
-    vaes: Vaes, dtype: Any, layers: list[str], quantized: int, left: tuple[int, int]
+    vaes: Vaes, layers: tuple[str, ...], dtype: Any, quantized: int, left: int
 ) -> None:
     vae, z = vaes.vaes[dtype], latents("one tile", 7)
     one = make_pass("vae_fp8_linear", {"layers": layers})
@@ -211,7 +210,7 @@ def test_norms_quantize_for_the_projections_that_all_read_fp8(
         blocks = len(vae.decoder.transformer_blocks)
         found = {name: (opt.report[name].matched, opt.report[name].expected) for name in FP8[1:]}
     assert found[FP8[1]] == (quantized * blocks,) * 2
-    assert found[FP8[2]] == (left[dtype is torch.bfloat16] * blocks,) * 2
+    assert found[FP8[2]] == (left * blocks,) * 2
 
 
 # --- memory ----------------------------------------------------------------------------------------------------
