@@ -60,16 +60,16 @@ class GraphFacts:
         holds: repeated blocks by kind, e.g. ``{"transformer.block": 1}``, or the model's depth with
             ``scope: model``; empty when unknown.
         operators: how often each operator occurs before any pass has run.
-        results: the (fake) tensors that each operator gives then, for passes that serve some dtypes or shapes only;
-            empty for a graph that is not captured yet.
         passes: the graph and format passes that are on, so that a pass can tell what its neighbours leave for it.
+        results: the (fake) tensors that each operator gives before any pass has run, for passes that serve only some
+            dtypes or shapes; empty for a graph that is not captured yet.
     """
 
     region: str = ""
     holds: Mapping[str, int] = dataclasses.field(default_factory=dict)
     operators: Mapping[Any, int] = dataclasses.field(default_factory=dict)
-    results: Mapping[Any, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
     passes: tuple[Pass, ...] = ()
+    results: Mapping[Any, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
 
     def find(self, name: str) -> Pass | None:
         """The pass called ``name`` if it is on."""

@@ -121,7 +121,7 @@ def test_attention_backend_expects_none_where_no_library_has_the_dtype(monkeypat
     with FakeTensorMode():
         heads = torch.empty(1, 2, 7, 64, device="cuda")
     facts = {
-        dtype: GraphFacts("vae.block", {"vae.block": 1}, {sdpa: 1}, {sdpa: [heads.to(dtype)]})
+        dtype: GraphFacts("vae.block", {"vae.block": 1}, {sdpa: 1}, results={sdpa: [heads.to(dtype)]})
         for dtype in (torch.float32, torch.bfloat16)
     }
     one = make_pass("attention_backend")
