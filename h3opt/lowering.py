@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from h3opt.canonical import canonicalize
+from h3opt.canonical import canonicalize, value
 from h3opt.errors import H3OptError, PassFailedError, ShortfallError, ShortfallWarning
 from h3opt.probe import probe, signature
 from h3opt.promises import Perceptual
@@ -84,8 +84,12 @@ class Lowering:
         """
         chosen = list(passes)
         stages = self._resume(graph, chosen)
-        operators = Counter(node.target for node in stages[0].module.graph.nodes if node.op == "call_function")
-        facts = dataclasses.replace(facts, operators=operators)
+        calls = [node for node in stages[0].module.graph.nodes if node.op == "call_function"]
+        results: dict[Any, list[torch.Tensor]] = {}
+        for node in calls:
+            if (tensor := value(node)) is not None:
+                results.setdefault(node.target, []).append(tensor)
+        facts = dataclasses.replace(facts, operators=Counter(node.target for node in calls), results=results)
         outcomes: dict[str, GraphOutcome] = {}
         spare: GraphModule | None = None
         for position, graph_pass in enumerate(chosen, 1):

@@ -10,6 +10,7 @@ from h3opt.canonical import value
 from h3opt.rewrite import Match
 
 aten = torch.ops.aten
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def modulated_norm(x: Any, shape: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any) -> Any:
@@ -21,6 +22,16 @@ def modulated_norm(x: Any, shape: Any, weight: Any, eps: Any, scale: Any, shift:
 def gated_residual(residual: Any, y: Any, gate: Any, index: Any) -> Any:
     """``residual + gate[index] · y``."""
     return residual + aten.index_select(gate, 0, index) * y
+
+
+def widened_norm(x: Any, shape: Any, weight: Any, eps: Any, wide: Any, own: Any) -> Any:
+    """RMSNorm in float32 of 16-bit data, rounded to 16 bits afterwards."""
+    return aten.to.dtype(aten.rms_norm(aten.to.dtype(x, wide), shape, weight, eps), own)
+
+
+def narrowed_norm(x: Any, shape: Any, weight: Any, eps: Any, own: Any) -> Any:
+    """RMSNorm of float32 data, rounded to 16 bits afterwards."""
+    return aten.to.dtype(aten.rms_norm(x, shape, weight, eps), own)
 
 
 def swiglu(x: Any, dim: Any, middle: Any, end: Any) -> Any:
@@ -69,8 +80,8 @@ def tables_line_up(match: Match, *per_token: str) -> str | None:
         return f"{', '.join(per_token)} have different dtypes: {sorted(map(str, match.dtypes(*per_token)))}"
     if not next(iter(match.dtypes(*per_token))).is_floating_point:
         return f"{per_token[0]} is not real floating point"
-    if any(out is not None and not out.is_contiguous() for out in map(value, match.outputs)):
-        return "its result is not contiguous, as a kernel's is, and who reads it may sum in the order of memory"
+    if (reason := not_contiguous(match)) is not None:
+        return reason
     x, index = match.tensor(per_token[0]), match.tensor("index")
     if x is None or index is None or x.ndim < 2 or index.ndim != 1:
         return f"{per_token[0]} is not [..., tokens, channels] with one index per token"
@@ -86,6 +97,33 @@ def tables_line_up(match: Match, *per_token: str) -> str | None:
             return f"{name} is not a [rows, channels] table"
         if name == "y" and str(other.shape) != str(x.shape):
             return f"y is broadcast to the shape of {per_token[0]}"
+    return None
+
+
+def norm_is_wide(match: Match) -> str | None:
+    """Why a norm is not a float32 one over channels, with a weight and a contiguous result.
+
+    ``match`` binds ``x`` (unless the norm reads what is computed inside the pattern), ``shape``, ``weight`` and, where
+    the pattern casts, ``wide`` and ``own``.
+    """
+    weight = match.tensor("weight")
+    if weight is None or weight.dtype != torch.float32:
+        return "the norm has no float32 weight"
+    if list(match.literal("shape")) != list(weight.shape) or weight.ndim != 1:
+        return f"the norm runs over {list(match.literal('shape'))}, not over the last dimension alone"
+    wide = match.bound.get("wide", torch.float32)
+    dtypes = match.dtypes("x") if "x" in match.bound else {torch.float32}
+    if wide != torch.float32 or ("wide" not in match.bound and dtypes != {torch.float32}):
+        return f"the norm is computed in {wide if 'wide' in match.bound else next(iter(dtypes), None)}, not in float32"
+    if not dtypes <= _FLOATS or match.bound.get("own", torch.float32) not in _FLOATS:
+        return f"x is {next(iter(dtypes))} and its norm is rounded to {match.bound.get('own')}"
+    return not_contiguous(match)
+
+
+def not_contiguous(match: Match) -> str | None:
+    """Why a kernel's contiguous result would be another layout than the model's."""
+    if any(out is not None and not out.is_contiguous() for out in map(value, match.outputs)):
+        return "its result is not contiguous, as a kernel's is, and who reads it may sum in the order of memory"
     return None
 
 

@@ -24,6 +24,8 @@ from h3opt.device import Device
 from h3opt.promises import Promise
 
 if TYPE_CHECKING:
+    import torch
+
     from h3opt.components import PipelineView
     from h3opt.rewrite import Match
     from h3opt.testing import Draw
@@ -59,12 +61,15 @@ class GraphFacts:
             ``scope: model``; empty when unknown.
         operators: how often each operator occurs before any pass has run.
         passes: the graph and format passes that are on, so that a pass can tell what its neighbours leave for it.
+        results: the (fake) tensors that each operator gives before any pass has run, for passes that serve only some
+            dtypes or shapes; empty for a graph that is not captured yet.
     """
 
     region: str = ""
     holds: Mapping[str, int] = dataclasses.field(default_factory=dict)
     operators: Mapping[Any, int] = dataclasses.field(default_factory=dict)
     passes: tuple[Pass, ...] = ()
+    results: Mapping[Any, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
 
     def find(self, name: str) -> Pass | None:
         """The pass called ``name`` if it is on."""

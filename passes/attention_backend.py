@@ -24,15 +24,20 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
+def unserved(heads: torch.Tensor) -> str | None:
+    """Why no library attends over heads of this dtype or width, though torch does."""
+    if heads.device.type == "cuda":
+        if heads.dtype not in (torch.bfloat16, torch.float16):
+            return f"libraries have no attention in {heads.dtype}"
+        if heads.shape[-1] % 8 or heads.shape[-1] > 128:
+            return f"libraries have no attention for heads of {heads.shape[-1]} channels"
+    return None
+
+
 def libraries_serve(match: Match) -> str | None:
     """Why a site's attention is none that every library has."""
     query = match.tensor("query")
-    if query is not None and query.device.type == "cuda":
-        if query.dtype not in (torch.bfloat16, torch.float16):
-            return f"libraries have no attention in {query.dtype}"
-        if query.shape[-1] % 8 or query.shape[-1] > 128:
-            return f"libraries have no attention for heads of {query.shape[-1]} channels"
-    return heads_attend(match, "query", "key", "value")
+    return (unserved(query) if query is not None else None) or heads_attend(match, "query", "key", "value")
 
 
 @register
@@ -67,11 +72,13 @@ class AttentionBackend(GraphPass):
         return (Rule(unmasked_attention, named, libraries_serve),)
 
     def expect(self, facts: GraphFacts) -> int | None:
-        """All attention but what `fp8_attention` takes."""
+        """All attention that libraries have, but what `fp8_attention` takes."""
         if not facts.holds:
             return None
+        attention_of_torch = aten.scaled_dot_product_attention.default
         taken = facts.per(transformer_block=1) if facts.find("fp8_attention") is not None else 0
-        return facts.operators.get(aten.scaled_dot_product_attention.default, 0) - (taken or 0)
+        left = sum(unserved(out) is not None for out in facts.results.get(attention_of_torch, ()))
+        return max(facts.operators.get(attention_of_torch, 0) - left - (taken or 0), 0)
 
     def example(self, draw: Draw) -> Example:
         return Example(_model(), _arguments(draw))

@@ -11,7 +11,15 @@ from torch.nn.functional import rms_norm
 
 from h3opt.device import Device
 from h3opt.kernels import ops
-from h3opt.patterns import halves_of_channels, modulated_norm, swiglu, tables_line_up
+from h3opt.patterns import (
+    halves_of_channels,
+    modulated_norm,
+    narrowed_norm,
+    norm_is_wide,
+    swiglu,
+    tables_line_up,
+    widened_norm,
+)
 from h3opt.promises import Exact
 from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, No, Rule, Yes
 from h3opt.registry import register
@@ -20,6 +28,8 @@ from h3opt.testing import Draw, rewired
 
 if TYPE_CHECKING:
     from h3opt.components import PipelineView
+
+aten = torch.ops.aten
 
 
 def norm_chain(x: Any, shape: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any) -> Any:
@@ -39,6 +49,36 @@ def fused_norm_chain(x: Any, weight: Any, eps: Any, scale: Any, shift: Any, inde
 
 def fused_norm_quantize(x: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any) -> Any:
     out = ops.norm_modulate_quantize(x, weight, scale, shift, index, eps)
+    return out[0], out[1]
+
+
+def widened_chain(x: Any, shape: Any, weight: Any, eps: Any, wide: Any, own: Any) -> Any:
+    out = ops.quantize_rows(widened_norm(x, shape, weight, eps, wide, own))
+    return out[0], out[1]
+
+
+def widened_quantize(x: Any, shape: Any, weight: Any, eps: Any, wide: Any, own: Any) -> Any:
+    out = ops.wide_norm_quantize(x, weight, eps, own)
+    return out[0], out[1]
+
+
+def narrowed_chain(x: Any, shape: Any, weight: Any, eps: Any, own: Any) -> Any:
+    out = ops.quantize_rows(narrowed_norm(x, shape, weight, eps, own))
+    return out[0], out[1]
+
+
+def narrowed_quantize(x: Any, shape: Any, weight: Any, eps: Any, own: Any) -> Any:
+    out = ops.wide_norm_quantize(x, weight, eps, own)
+    return out[0], out[1]
+
+
+def float32_chain(x: Any, shape: Any, weight: Any, eps: Any) -> Any:
+    out = ops.quantize_rows(aten.rms_norm(x, shape, weight, eps))
+    return out[0], out[1]
+
+
+def float32_quantize(x: Any, shape: Any, weight: Any, eps: Any) -> Any:
+    out = ops.wide_norm_quantize(x, weight, eps, torch.float32)
     return out[0], out[1]
 
 
@@ -84,6 +124,9 @@ class QuantProducerFusion(GraphPass):
         return (
             Rule(norm_chain, norm_quantize, lines_up, into),
             Rule(fused_norm_chain, fused_norm_quantize, lines_up, into),
+            Rule(widened_chain, widened_quantize, norm_is_wide),
+            Rule(narrowed_chain, narrowed_quantize, norm_is_wide),
+            Rule(float32_chain, float32_quantize, norm_is_wide),
             Rule(swiglu_chain, swiglu_quantize, halves_of_channels),
             Rule(fused_swiglu_chain, fused_swiglu_quantize),
         )
@@ -93,9 +136,11 @@ class QuantProducerFusion(GraphPass):
         if not facts.holds:
             return None
         quantizes = facts.operators.get(ops.quantize_rows, 0)
-        if facts.region == "vae.block":  # its norms are not modulated: SwiGLU alone is a producer
+        if facts.region == "vae.block":
             decoder = one.options() if (one := facts.find("vae_fp8_linear")) is not None else {}
-            return min(quantizes, int("ff.net.2" in decoder.get("layers", ())))
+            layers = set(decoder.get("layers", ())) if quantizes else set()
+            first_norm = {"attn.to_q", "attn.to_k", "attn.to_v"} <= layers
+            return first_norm + ("ff.net.0.proj" in layers) + ("ff.net.2" in layers)
         format_options = one.options() if (one := facts.find("fp8_linear")) is not None else {}
         blocks = facts.holds.get("transformer.block", 0)
         if facts.region == "transformer":

@@ -13,7 +13,9 @@ import torch
 import h3opt
 from h3opt.calls import around
 from h3opt.components import PipelineView
-from h3opt.quality import bits_equal, lpips_per_frame
+from h3opt.device import Device
+from h3opt.kernels import attention
+from h3opt.quality import bits_equal, lpips_per_frame, relative_error
 from h3opt.reference import CANVASES, full_vae, tiny_call, tiny_pipeline
 from h3opt.registry import make_pass
 from h3opt.tiles import Blends, Choices, plan_decode
@@ -239,8 +241,8 @@ def test_the_fp8_decoder_keeps_its_promise(pipe: Any) -> None:
         found = tiny_call(pipe)["videos"]
         report, ran = opt.report, opt._session.operators_run()
     assert report["vae_fp8_linear"].matched == report["vae_fp8_linear"].expected == 18
-    assert report["quant_producer_fusion"].per_region["vae.block"] == (1, 1)
-    assert ran["scaled_linear"] > 0 and ran["swiglu_quantize"] > 0, ran
+    assert report["quant_producer_fusion"].per_region["vae.block"] == (3, 3)
+    assert all(ran[name] > 0 for name in ("scaled_linear", "swiglu_quantize", "wide_norm_quantize")), ran
     assert not bits_equal(expected, found)
     assert lpips_per_frame(expected, found).mean() < 0.05
     assert bits_equal(expected, tiny_call(pipe)["videos"])
@@ -260,3 +262,54 @@ def test_fused_norm_and_rope_give_the_unmodified_bits_at_real_geometry_and_run_a
     assert not entry.declined and entry.matched == entry.expected == 4, str(entry)
     assert bits_equal(expected, found)
     assert {event.key: event.count for event in profile.key_averages()}["unweighted_norm_rope_kernel"] == 4
+
+
+@torch.no_grad()
+def test_fused_residual_and_norm_give_the_unmodified_bits_at_real_geometry_and_run_as_often_as_they_should() -> None:
+    vae = full_vae(device="cuda", decoder_num_layers=2)
+    z = latents((16, 16), 7)  # one tile
+    expected = decode(vae, z)
+    with h3opt.optimize(vae, ["vae_residual_norm"], "h200") as opt:
+        decode(vae, z)  # captures, and probes
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            found = decode(vae, z)
+            torch.cuda.synchronize()
+        entry = opt.report["vae_residual_norm"]
+    assert not entry.declined and not entry.refused and entry.matched == entry.expected == 6, str(entry)
+    assert bits_equal(expected, found)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    for kernel in ("scaled_residual_norm_kernel", "scaled_residual_kernel", "wide_norm_kernel"):
+        assert counts[kernel] == 2, counts
+
+
+@torch.no_grad()
+def test_quantizing_in_the_norm_changes_no_bit_of_the_fp8_decoder() -> None:
+    vae = full_vae(device="cuda", decoder_num_layers=2)
+    z = latents((16, 16), 7)
+    with h3opt.optimize(vae, ["vae_fp8_linear"], "h200"):
+        expected = decode(vae, z)
+    passes = ["vae_fp8_linear", "quant_producer_fusion", "vae_residual_norm"]
+    with h3opt.optimize(vae, passes, "h200") as opt:
+        found = decode(vae, z)
+        report, ran = opt.report, opt._session.operators_run()
+    assert bits_equal(expected, found)
+    assert report["quant_producer_fusion"].matched == 6 and report["vae_residual_norm"].matched == 4
+    assert ran["scaled_residual_norm_quantize"] == ran["wide_norm_quantize"] == ran["scaled_residual"] > 0, ran
+
+
+@pytest.mark.parametrize("backend", attention.BF16_BACKENDS)
+@torch.no_grad()
+def test_attention_of_the_decoder_runs_in_the_library_that_is_named(backend: str) -> None:
+    reason = attention.missing(backend, Device.of("cuda"), fp8=False)
+    if reason is not None:
+        pytest.skip(reason)
+    vae = full_vae(device="cuda", decoder_num_layers=2)
+    z = latents((16, 16), 7)  # one tile
+    expected = decode(vae, z)
+    named = make_pass("attention_backend", {"backend": backend})
+    with h3opt.optimize(vae, [named, "vae_fused_qkv", "vae_residual_norm"], "h200") as opt:
+        found = decode(vae, z)
+        entry, ran = opt.report["attention_backend"], opt._session.operators_run()
+    assert not entry.declined and not entry.refused and entry.matched == entry.expected == 2, str(entry)
+    assert ran["attention"] == 2, ran
+    assert relative_error(expected.float(), found.float()) < 0.05

@@ -26,6 +26,13 @@ from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs
 # MiniMax-H3: hidden size, heads, head_dim, feed-forward size, rows of a modulation table (3 timesteps x 3 modalities).
 HIDDEN, HEADS, HEAD_DIM, FEED_FORWARD, TABLE_ROWS = 5376, 56, 128, 14336, 9
 EXACT = [name for name in kernel_names if name not in ops.CLOSE]
+DECODER_OPS = (
+    "scaled_residual",
+    "scaled_residual_norm",
+    "scaled_residual_norm_quantize",
+    "wide_norm",
+    "wide_norm_quantize",
+)
 COLUMNS = {
     "quantize_rows": HEADS * HEAD_DIM,
     "swiglu": FEED_FORWARD,
@@ -33,6 +40,7 @@ COLUMNS = {
     "head_norm_rope": HEAD_DIM,
     "head_norm_rope_quantize": HEAD_DIM,
     "unweighted_norm_rope": HEAD_DIM,
+    **dict.fromkeys(DECODER_OPS, 2048),
     "quantize_heads": HEAD_DIM,
     "dynamic_head_scale": HEAD_DIM,
 }
@@ -45,7 +53,7 @@ def real_inputs(name: str, tokens: int) -> tuple:
 
 def variants(name: str) -> dict[str, Callable]:
     """Launch choices of a kernel: label -> callable with the operator's arguments."""
-    from h3opt.kernels import attention, norm, quantize, rope, swiglu
+    from h3opt.kernels import attention, norm, quantize, rope, swiglu, wide_norm
 
     def options(launch: Callable, choices: list[dict]) -> dict[str, Callable]:
         return {
@@ -81,7 +89,8 @@ def variants(name: str) -> dict[str, Callable]:
             return attention.scale_from(quantize.heads_amax(x, **choice), per_head)
 
         return options(scale, [{"rows_per_program": r, "block": b} for b in (8, 16) for r in (8, 16, 32, 64)])
-    return options(getattr(norm, name), [{"num_warps": w} for w in (1, 2, 4, 8)])
+    family = wide_norm if name in DECODER_OPS else norm
+    return options(getattr(family, name), [{"num_warps": w} for w in (1, 2, 4, 8)])
 
 
 def bytes_moved(args: tuple, out: Any) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,12 @@ def op_inputs(name, tokens, columns, rows=3, batch=1, dtype=torch.bfloat16, devi
         return x, make((batch, tokens, columns), 4, special), gate, index
     if name in ("residual_norm_modulate", "residual_norm_modulate_quantize"):
         return x, make((batch, tokens, columns), 4, special), gate, weight, scale, shift, index, 1e-5
+    if name.startswith(("scaled_residual", "wide_norm")):
+        # the stream in float32, as after the decoder's first block; what is added, and its norm, in `dtype`
+        wide = partial(make, dtype=torch.float32)
+        norm = () if name == "scaled_residual" else (wide((columns,), 3), 1e-5, dtype)
+        added = (x, wide((columns,), 2)) if name.startswith("scaled_residual") else ()
+        return wide((batch, tokens, columns), 4, special), *added, *norm
     if name in ("swiglu", "swiglu_quantize"):
         return (make((batch, tokens, 2 * columns), 0, special, magnitude=2.0),)
     if name in ("head_norm_rope", "head_norm_rope_quantize", "unweighted_norm_rope"):

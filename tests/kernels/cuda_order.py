@@ -55,6 +55,11 @@ def residual_norm_modulate(residual, y, gate, weight, scale, shift, index, eps):
     return hidden, norm_modulate(hidden, weight, scale, shift, index, eps)
 
 
+def scaled_residual_norm(residual, y, scale, weight, eps, dtype):
+    hidden = residual.float() + y.float() * scale
+    return hidden, rms_norm(hidden, weight, eps).to(dtype)
+
+
 def silu(x: Tensor) -> Tensor:
     wide = x.float()
     with np.errstate(over="ignore", invalid="ignore"):

@@ -18,7 +18,7 @@ import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from h3opt.kernels import attention, attention_triton, device, norm, quantize, resample, rope, swiglu
+from h3opt.kernels import attention, attention_triton, device, norm, quantize, resample, rope, swiglu, wide_norm
 from h3opt.kernels.device import reciprocal_approx as exact_reciprocal
 from h3opt.kernels.examples import differing
 from h3opt.quality import relative_error
@@ -95,6 +95,42 @@ def test_norm_residual(shape, **kind):
     assert differing(norm.gated_residual(residual, y, gate, index), hidden) == 0
     quantized = norm.residual_norm_modulate_quantize(*args, 1e-6)
     assert differing(quantized, (hidden, *cuda_order.quantize_rows(normed))) == 0
+
+
+@settings(max_examples=8)
+@given(shape=norm_shapes, first_block=st.booleans(), **drawn)
+def test_wide_norm(shape, first_block, dtype, seed, magnitude, special, strided):
+    y = values(shape, dtype, seed, magnitude, special, strided)
+    residual = values(shape, dtype if first_block else torch.float32, seed + 1, magnitude, special, strided)
+    scale, weight = values((2, shape[-1]), torch.float32, seed + 2)
+    hidden, normed = cuda_order.scaled_residual_norm(residual, y, scale, weight, 1e-5, dtype)
+    quantized = cuda_order.quantize_rows(normed)
+    args = (residual, y, scale, weight, 1e-5, dtype)
+    assert differing(wide_norm.scaled_residual(residual, y, scale), hidden) == 0
+    assert differing(wide_norm.scaled_residual_norm(*args), (hidden, normed)) == 0
+    assert differing(wide_norm.scaled_residual_norm_quantize(*args), (hidden, *quantized)) == 0
+    assert differing(wide_norm.wide_norm(hidden, weight, 1e-5, dtype), normed) == 0
+    assert differing(wide_norm.wide_norm_quantize(hidden, weight, 1e-5, dtype), quantized) == 0
+    alone = cuda_order.rms_norm(residual.float(), weight, 1e-5).to(dtype)  # 16 bits in and out, at the first block
+    assert differing(wide_norm.wide_norm(residual, weight, 1e-5, dtype), alone) == 0
+
+
+def test_wide_norm_of_decoder_rows_and_its_mutant_that_rounds_the_sum_are_seen(monkeypatch):
+    residual, y = values((2, 2048), torch.float32, 0), values((2, 2048), torch.bfloat16, 1)
+    scale, weight = values((2, 2048), torch.float32, 2)
+    args = (residual, y, scale, weight, 1e-5, torch.bfloat16)
+    expected = cuda_order.scaled_residual_norm(*args)
+    assert differing(wide_norm.scaled_residual_norm(*args), expected) == 0
+
+    @triton.jit
+    def rounded(x, D: tl.constexpr):
+        total = tl.zeros((128,), tl.float32)
+        for k in tl.static_range((D + 511) // 512):
+            total = device.add_squares(device.round_to(x[k], tl.bfloat16), total)
+        return tl.sum(total, 0)
+
+    monkeypatch.setattr(wide_norm, "row_sum_of_squares", rounded)
+    assert differing(wide_norm.scaled_residual_norm(*args), expected) > 0
 
 
 @given(shape=st.tuples(st.integers(0, 3), st.integers(1, 3000)), **drawn)

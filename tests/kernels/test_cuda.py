@@ -69,6 +69,20 @@ def test_real_geometry(name):
         check(name, op_inputs(name, tokens, columns, 9, device="cuda", heads=56))
 
 
+DECODER_OPS = sorted(name for name in FUSED if name.startswith(("scaled_residual", "wide_norm")))
+
+
+@pytest.mark.parametrize("first_block", (True, False))
+@pytest.mark.parametrize("name", DECODER_OPS)
+def test_the_float32_stream_of_the_video_decoder(name, first_block):
+    for tokens in (1797, 15 * 1797):
+        stream, *rest = op_inputs(name, tokens, 2048, device="cuda")
+        assert stream.dtype == torch.float32
+        check(name, (stream.bfloat16() if first_block else stream, *rest))
+    misaligned = torch.randn(9 * 2048 + 1, device="cuda")[1:].view(1, 9, 2048)
+    check(name, (misaligned, *op_inputs(name, 9, 2048, device="cuda")[1:]))
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_swiglu_of_every_16_bit_gate(dtype):
     gate = torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cuda").to(torch.int16).view(dtype)

@@ -15,7 +15,7 @@ from h3opt.kernels import DEFINITIONS, kernel_names, ops
 from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs, values
 
 OPS = sorted(DEFINITIONS)
-FAMILIES = ("norm", "quantize", "swiglu", "rope", "resample")
+FAMILIES = ("norm", "wide_norm", "quantize", "swiglu", "rope", "resample")
 
 
 def op(name):

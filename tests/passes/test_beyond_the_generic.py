@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import h3opt
 from h3opt.kernels import attention
-from h3opt.protocol import Example
+from h3opt.passes import attention_backend
+from h3opt.protocol import Example, GraphFacts
 from h3opt.quality import bits_equal, relative_error
+from h3opt.reference import tiny_pipeline
 from h3opt.registry import make_pass
 from h3opt.testing import Draw, check_pass, norm_and_turn, rewired, rewrite, semantic
 
@@ -109,3 +113,49 @@ def test_a_result_that_eager_would_lay_out_otherwise_is_left_alone(name: str) ->
     ):
         assert bits_equal(reference, candidate) and reference.stride() == candidate.stride()
     assert found.matched == 0 or expected.is_contiguous()
+
+
+def test_attention_backend_expects_none_where_no_library_has_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder in float32, as it is released, keeps torch's attention: no shortfall, and the report says why."""
+    sdpa = torch.ops.aten.scaled_dot_product_attention.default
+    with FakeTensorMode():
+        heads = torch.empty(1, 2, 7, 64, device="cuda")
+    facts = {
+        dtype: GraphFacts("vae.block", {"vae.block": 1}, {sdpa: 1}, results={sdpa: [heads.to(dtype)]})
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    one = make_pass("attention_backend")
+    assert [one.expect(facts[dtype]) for dtype in facts] == [0, 1]  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        attention_backend, "unserved", lambda heads: "not in 32 bits" if heads.dtype is torch.float32 else None
+    )
+    vae = tiny_pipeline(dtype=torch.float32).vae
+    z = torch.randn(1, 24, 7, 4, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = vae.decode(z, return_dict=False)[0]
+        with h3opt.optimize(vae, ["attention_backend"], "cpu") as opt:
+            assert bits_equal(expected, vae.decode(z, return_dict=False)[0])
+            entry = opt.report["attention_backend"]
+    assert entry.matched == entry.expected == 0 and "not in 32 bits" in str(entry.near_misses)
+
+
+def test_attention_backend_takes_what_fp8_attention_leaves() -> None:
+    """The refiner's and the video decoder's, while other passes rewrite what is around them."""
+    sdpa = torch.ops.aten.scaled_dot_product_attention.default
+    passes = tuple(map(make_pass, ("fp8_attention", "attention_backend", "vae_fused_qkv", "vae_residual_norm")))
+    one_each = {
+        region: passes[1].expect(GraphFacts(region, {region: 1}, {sdpa: 1}, passes=passes))  # type: ignore[attr-defined]
+        for region in ("transformer.block", "transformer.refiner", "vae.block")
+    }
+    assert one_each == {"transformer.block": 0, "transformer.refiner": 1, "vae.block": 1}
+    vae = tiny_pipeline(dtype=torch.bfloat16).vae
+    z = torch.randn(1, 24, 7, 4, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = vae.decode(z, return_dict=False)[0]
+        with h3opt.optimize(vae, passes, "cpu") as opt:
+            found = vae.decode(z, return_dict=False)[0]
+            report, ran = opt.report, opt._session.operators_run()
+    entry, blocks = report["attention_backend"], len(vae.decoder.transformer_blocks)
+    assert entry.matched == entry.expected == blocks and not entry.refused
+    assert report["fp8_attention"].matched == 0 and ran["attention"] >= blocks and not ran["fp8_attention"]
+    assert relative_error(expected.float(), found.float()) < 0.02

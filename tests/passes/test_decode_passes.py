@@ -14,7 +14,7 @@ from diffusers import AutoencoderKLMiniMaxH3
 import h3opt
 from h3opt.components import PipelineView
 from h3opt.errors import H3OptError, MemoryBudgetError, PassOptionError, PipelineError
-from h3opt.fp8 import FP8Linear
+from h3opt.fp8 import PROJECTIONS, FP8Linear
 from h3opt.generation import GenerationSettings, generate
 from h3opt.passes.async_assembly import SideStream
 from h3opt.passes.tile_geometry import parse_tile
@@ -171,6 +171,46 @@ def test_norm_and_rope_are_fused_in_every_block_whatever_the_batch(vaes: Vaes, d
     with h3opt.optimize(vae, ["tile_batch", "vae_fused_qkv"], "cpu") as opt:
         assert bits_equal(batched, decode(vae, z))
         assert opt.report["vae_fused_qkv"].matched == entry.matched and not opt.report["vae_fused_qkv"].refused
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_residual_and_norm_are_fused_in_every_block_and_the_first_has_sixteen_bits(vaes: Vaes, dtype: Any) -> None:
+    vae, z = vaes.vaes[dtype], latents("tiled one way", 12)
+    blocks, per_block = len(vae.decoder.transformer_blocks), 2 if dtype is torch.float32 else 3
+    with h3opt.optimize(vae, ["vae_residual_norm", "vae_fused_qkv"], "cpu") as opt:
+        assert bits_equal(vaes.unmodified(dtype, "tiled one way", 12), decode(vae, z))
+        entry, ran = opt.report["vae_residual_norm"], opt._session.operators_run()
+        assert entry.matched == entry.expected == per_block * blocks and "probe" in entry.proof and not entry.refused
+        assert ran["scaled_residual_norm"] == ran["scaled_residual"] > 0
+        assert ran["wide_norm"] == ran["scaled_residual"] * (per_block - 2)
+    assert bits_equal(vaes.unmodified(dtype, "tiled one way", 12), decode(vae, z))
+
+
+FP8 = ["vae_fp8_linear", "quant_producer_fusion", "vae_residual_norm"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "dtype", "quantized", "left"),
+    [
+        (PROJECTIONS, torch.float32, 3, 2),
+        (PROJECTIONS, torch.bfloat16, 3, 2),
+        (("attn.to_q", "ff.net.0.proj"), torch.bfloat16, 1, 3),
+    ],
+    ids=["all layers-float32", "all layers-bfloat16", "q and up-bfloat16"],
+)
+def test_norms_quantize_for_the_projections_that_all_read_fp8(
+    vaes: Vaes, layers: tuple[str, ...], dtype: Any, quantized: int, left: int
+) -> None:
+    vae, z = vaes.vaes[dtype], latents("one tile", 7)
+    one = make_pass("vae_fp8_linear", {"layers": layers})
+    with h3opt.optimize(vae, [one], "cpu"):
+        expected = decode(vae, z)
+    with h3opt.optimize(vae, [one, *FP8[1:]], "cpu") as opt:
+        assert bits_equal(expected, decode(vae, z))
+        blocks = len(vae.decoder.transformer_blocks)
+        found = {name: (opt.report[name].matched, opt.report[name].expected) for name in FP8[1:]}
+    assert found[FP8[1]] == (quantized * blocks,) * 2
+    assert found[FP8[2]] == (left * blocks,) * 2
 
 
 # --- memory ----------------------------------------------------------------------------------------------------
