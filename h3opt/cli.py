@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -51,7 +52,7 @@ def main() -> None:
     """Entry point: run a command; errors of ours become one line and exit code 2, interruptions one line and 130."""
     terminated: list[int] = []
     try:
-        with _quiet(), _terminable(terminated):
+        with _quiet(), _terminable(terminated), _uncollected_imports():
             code = app(standalone_mode=False)  # what typer.Exit was raised with, else None
             if code == 130:  # typer has caught it, and says nothing
                 raise KeyboardInterrupt
@@ -128,6 +129,7 @@ def run(
     names = [] if no_passes else _names(passes)
     _check_places(out, json)
     pipe = load_pipeline(model, _dtype(dtype, device), _device(device))
+    _collect_from_here()
     opt = optimize(pipe, passes=names, profile=profile)
     media = generate(pipe, settings)
     write_mp4(out, media.video, media.audio, media.sampling_rate)
@@ -435,6 +437,7 @@ def _show_verdict(verdict: Verdict, json: Path | None, data: dict[str, Any]) -> 
 def _progress(json: Path | None) -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    _collect_from_here()
     if not errors.is_terminal:  # a bar would say nothing until the end
         yield lambda what, done, total: errors.print(f"{done}/{total} {what}") if what != "done" else None
         return
@@ -442,6 +445,24 @@ def _progress(json: Path | None) -> Iterator[Progress]:
     with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def _uncollected_imports() -> Iterator[None]:
+    """Importing makes a million objects and no garbage; looking through them again and again takes three seconds."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if collecting:
+            gc.enable()
+
+
+def _collect_from_here() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @contextlib.contextmanager
