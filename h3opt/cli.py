@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -51,6 +52,7 @@ Seed = Annotated[int, typer.Option(help="Of the initial noise.")]
 def main() -> None:
     """Entry point: run a command; errors of ours become one line and exit code 2, interruptions one line and 130."""
     terminated: list[int] = []
+    atexit.register(gc.freeze)  # the interpreter's last collection looks through everything once more: three seconds
     try:
         with _quiet(), _terminable(terminated), _uncollected_imports():
             code = app(standalone_mode=False)  # what typer.Exit was raised with, else None
