@@ -121,7 +121,7 @@ def verdict_table(verdict: Verdict) -> Table:
             f"{one.seconds:.1f}" if one.seconds < 10 else f"{one.seconds:.0f}",
         )
     for column in table.columns[3:5]:  # in a narrow window these take two lines, but do not break inside a word
-        column.no_wrap, column.min_width = False, 13 if column.header == "promise" else 10
+        column.no_wrap, column.min_width = False, 11 if column.header == "promise" else 10
     table.columns[-1].justify, table.columns[-1].no_wrap, table.columns[-1].min_width = "right", True, 3
     return table
 
@@ -194,7 +194,10 @@ def _by_clip(verdict: Verdict, faults: list[tuple[int, Finding]]) -> list[str]:
 
 
 def _of_floor(multiple: float | None) -> str:
-    return "–" if multiple is None else "<0.01" if 0 < multiple < 0.01 else f"{multiple:.2g}"
+    """``>999`` is all that a narrow column has room for; the report has the figure."""
+    if multiple is None:
+        return "–"
+    return "<0.01" if 0 < multiple < 0.01 else ">999" if multiple >= 999.5 else f"{multiple:.2g}"
 
 
 def _short(text: str) -> str:
