@@ -1,4 +1,4 @@
-"""Trains the reference that draws: ``python -m reference.train --out DIR``, about 16 minutes on one H200.
+"""Trains the reference that draws: ``python -m h3opt.reference.train --out DIR``, about 16 minutes on one H200.
 
 Three stages, which can be run apart with ``--stage``: the video VAE and the audio VAE learn to reproduce clips of
 :mod:`reference.scenes` (and, if given, natural ones); then the transformer learns, on their latents and the frozen
@@ -53,6 +53,7 @@ def main() -> None:
         if options.stage in (name, "all"):
             started = time.monotonic()
             torch.manual_seed(options.seed)
+            random.seed(options.seed)
             stage(options)
             print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
 
@@ -169,7 +170,6 @@ class _Examples:
 
     def __init__(self, pipe: Any, options: argparse.Namespace, generator: torch.Generator) -> None:
         scenes = all_scenes()
-        scenes = scenes[:: max(1, round(1 / options.batch))]
         scenes = scenes[:: max(1, round(1 / options.batch))]
         self.texts = {scene: _transformer_inputs(pipe, scene.caption, *CANVASES[0]) for scene in scenes}
         self.layouts: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -327,7 +327,6 @@ def _denormalize(pixels: Tensor) -> Tensor:
 
 def _optimization(model: nn.Module, steps: int, peak: float) -> Iterator[tuple[int, torch.optim.Optimizer]]:
     """AdamW, a short warm-up and a cosine down to 2 %."""
-    random.seed(0)
     fused = next(model.parameters()).is_cuda
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01, fused=fused)
     for step in range(steps):

@@ -103,7 +103,7 @@ def build(component: str) -> nn.Module:
 
 
 def save_stage(model: Any, component: str, folder: Path) -> None:
-    """Write one component in bfloat16, with its latents' statistics, and round the model to what was written."""
+    """Write one component in bfloat16, with its latents' statistics."""
     state = {name: one.detach().cpu() for name, one in model.state_dict().items()}
     state = {name: one.bfloat16().contiguous() if one.is_floating_point() else one for name, one in state.items()}
     state = {name: one for name, one in state.items() if not _is_computed(name)}
