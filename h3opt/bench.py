@@ -15,6 +15,7 @@ import copy
 import gc
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -73,7 +74,7 @@ class Arm:
         return statistics.median(self.rounds) if self.rounds else None
 
 
-class ArmTables:
+class ArmTables(ABC):
     """What the results of all suites show alike: kinds of kernels, and arms as JSON-ready types."""
 
     device: str
@@ -83,13 +84,13 @@ class ArmTables:
     gemm_flop: float
 
     @property
+    @abstractmethod
     def title(self) -> str:
         """What was measured."""
-        raise NotImplementedError
 
+    @abstractmethod
     def markdown(self) -> str:
         """The table for docs/benchmarks."""
-        raise NotImplementedError
 
     def arm(self, name: str) -> Any:
         """The first arm called ``name``, or ``None``."""
