@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from h3opt.kernels import DEFINITIONS, kernel_names, ops
+from h3opt.kernels import DEFINITIONS, OPERATORS, kernel_names, ops
 from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs
 
 # MiniMax-H3: hidden size, heads, head_dim, feed-forward size, rows of a modulation table (3 timesteps x 3 modalities).
@@ -130,14 +130,14 @@ def edge_mismatches(name: str) -> int:
     total = 0
     for columns, dtype, special in itertools.product(widths, DTYPES, SPECIALS):
         args = op_inputs(name, 17, columns, 2, 2, dtype, "cuda", special, heads=5)
-        total += differing(getattr(torch.ops.h3opt, f"{name}_v1").default(*args), DEFINITIONS[name](*args))
+        total += differing(OPERATORS[name](*args), DEFINITIONS[name](*args))
     return total
 
 
 def measure(name: str, tokens: int, rate: float, compiled: bool) -> dict[str, Any]:
     """One row of the table."""
     args = real_inputs(name, tokens)
-    op, definition = getattr(torch.ops.h3opt, f"{name}_v1").default, DEFINITIONS[name]
+    op, definition = OPERATORS[name], DEFINITIONS[name]
     expected = definition(*args)
     row: dict[str, Any] = {"floor_ms": bytes_moved(args, expected) / rate * 1e3}
     row["mismatches"] = differing(op(*args), expected)

@@ -27,7 +27,6 @@ EXACT_LAUNCH = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 SCALE_AMAX_MIN_BITS = tl.constexpr(0x2B8CBCCC)  # float32 1e-12
 ABS_MASK = tl.constexpr(0x7FFFFFFF)
-INF = tl.constexpr(float("inf"))
 
 THREADS = tl.constexpr(128)  # ATen's vectorized layer norm: 4 warps of 32 lanes
 VECTOR = tl.constexpr(4)  # elements per lane and step
@@ -96,6 +95,11 @@ if INTERPRETED:
         return narrow_e4m3(tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL))
 
     @triton.jit
+    def max_magnitude(x, y):
+        """Of two floats of one dtype one with the larger magnitude, NaN above inf; its sign does not matter."""
+        return tl.where(abs_bits(widen(y)) > abs_bits(widen(x)), y, x)
+
+    @triton.jit
     def multiply_rounded(x, y):
         """x · y, both in one narrow dtype and rounded to it."""
         return narrow(widen(x) * widen(y), x.dtype)
@@ -149,6 +153,20 @@ else:
     def saturate_e4m3(x):
         """float32 -> e4m3, to nearest, ties to even; beyond ±448 it is ±448, NaN is NaN: cvt.satfinite."""
         return x.to(tl.float8e4nv)
+
+    @triton.jit
+    def max_magnitude(x, y):
+        """Of two floats of one dtype one with the larger magnitude, NaN above inf; its sign does not matter.
+
+        bf16 two at a time; the instruction gives NaN where either is.
+        """
+        if x.dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 a, b; abs.bf16x2 a, $1; abs.bf16x2 b, $2; max.NaN.bf16x2 $0, a, b; }",
+                "=r,r,r", [x, y], dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            return tl.where(abs_bits(widen(y)) > abs_bits(widen(x)), y, x)
 
     @triton.jit
     def multiply_rounded(x, y):
@@ -276,30 +294,10 @@ def abs_bits(x):
 
 
 @triton.jit
-def row_scale_division(scale):
-    """Per row, what `divide_by_row_scale` needs: (1 / scale, scale, 1 / scale), the last two zero where it is inf."""
-    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
-    finite = scale < INF
-    return inverse, tl.where(finite, scale, 0.0), tl.where(finite, inverse, 0.0)
-
-
-@triton.jit
 def refine_quotient(quotient, numerator, denominator, inverse):
     """One step towards numerator / denominator. The excess is taken, not the remainder: it keeps the sign of -0."""
     excess = fma(quotient, denominator, negate(numerator))
     return fma(negate(excess), inverse, quotient)
-
-
-@triton.jit
-def divide_by_row_scale(x, inverse, scale, refine):
-    """x / scale, correctly rounded where the quotient is not subnormal, without the branch of a hardware division.
-
-    Two steps of Markstein's: with `inverse` the correctly rounded 1/scale and a quotient within one ulp, one fma
-    for the remainder and one for the correction give the rounded quotient; the first step brings it within that.
-    An infinite scale has inverse 0: the steps are off (their factors are 0), and x * 0 is x / inf, NaN for inf.
-    """
-    quotient = refine_quotient(x * inverse, x, scale, refine)
-    return refine_quotient(quotient, x, scale, refine)
 
 
 @triton.jit
@@ -311,25 +309,24 @@ def e4m3_scale(amax_bits):
 
 @triton.jit
 def max_abs_bits(tiles, COUNT: tl.constexpr):
-    """amax of a row in registers, as bits: tiles is a tuple of COUNT tiles."""
-    largest = abs_bits(widen(tiles[0]))
+    """amax of a row in registers, as float32 bits: tiles is a tuple of COUNT tiles."""
+    largest = tiles[0]
     for k in tl.static_range(1, COUNT):
-        largest = tl.maximum(largest, abs_bits(widen(tiles[k])))
-    return tl.max(largest)
+        largest = max_magnitude(largest, tiles[k])
+    return tl.max(abs_bits(widen(largest)))
 
 
 @triton.jit
 def quantize_row(q_ptr, scale_ptr, tiles, columns, D: tl.constexpr, WIDTH: tl.constexpr):
     """Write a row held as tiles of WIDTH columns as e4m3, and its scale.
 
-    No clamp: |x| / scale exceeds 448 by a rounding at most, which e4m3 rounds to 448, and is never infinite.
+    No clamp: |x| * (1 / scale) exceeds 448 by a few roundings at most, which e4m3 rounds to 448, and is never infinite.
     """
     scale = e4m3_scale(max_abs_bits(tiles, (D + WIDTH - 1) // WIDTH))
     tl.store(scale_ptr, scale)
-    inverse, divisor, refine = row_scale_division(scale)
+    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
     for k in tl.static_range((D + WIDTH - 1) // WIDTH):
-        quotient = divide_by_row_scale(widen(tiles[k]), inverse, divisor, refine)
-        store_columns(q_ptr, columns, narrow_e4m3(quotient), D, k * WIDTH, WIDTH)
+        store_columns(q_ptr, columns, narrow_e4m3(widen(tiles[k]) * inverse), D, k * WIDTH, WIDTH)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from h3opt.kernels.ops import OPERATORS
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SPECIALS = ("none", "nan", "inf")
 
@@ -65,8 +67,8 @@ def op_inputs(name, tokens, columns, rows=3, batch=1, dtype=torch.bfloat16, devi
         table = (q, weight, angle.cos(), angle.sin())
         return (*table, 1e-5) if name == "head_norm_rope" else (*table, head_scale, 1e-5)
     if name == "scaled_linear":
-        q, q_scale = torch.ops.h3opt.quantize_rows_v1(x)
-        weight_q, weight_scale = torch.ops.h3opt.quantize_rows_v1(make((rows * 16, columns), 7))
+        q, q_scale = OPERATORS["quantize_rows"](x)
+        weight_q, weight_scale = OPERATORS["quantize_rows"](make((rows * 16, columns), 7))
         return q, q_scale, weight_q, weight_scale, make((rows * 16,), 8, dtype=torch.bfloat16), torch.bfloat16
     if name in ("upsample_snake", "downsample"):
         phases = () if name == "upsample_snake" else (2,)
@@ -83,7 +85,7 @@ def op_inputs(name, tokens, columns, rows=3, batch=1, dtype=torch.bfloat16, devi
     scales = [make((heads,), seed, dtype=torch.float32, magnitude=30.0).abs() + 1 for seed in (12, 13, 14)]
     if name == "quantize_heads":
         return heads_of[0], scales[0]
-    quantized = [torch.ops.h3opt.quantize_heads_v1(one, scale) for one, scale in zip(heads_of, scales, strict=True)]
+    quantized = [OPERATORS["quantize_heads"](one, scale) for one, scale in zip(heads_of, scales, strict=True)]
     if name == "fp8_attention":
         return *quantized, *scales, torch.bfloat16, "triton"
     if name == "fp8_attention_quantized":

@@ -31,9 +31,9 @@ from h3opt.kernels.device import (
 NUM_WARPS = {
     "gated_residual": 4,
     "norm_modulate": 4,
-    "norm_modulate_quantize": 4,
+    "norm_modulate_quantize": 2,
     "residual_norm_modulate": 4,
-    "residual_norm_modulate_quantize": 4,
+    "residual_norm_modulate_quantize": 2,
 }
 
 

@@ -1,4 +1,4 @@
-"""The operators `torch.ops.h3opt.*_v1`: what each computes, its CUDA kernel, and its fake implementation.
+"""The operators `torch.ops.h3opt.*`: what each computes, its CUDA kernel, and its fake implementation.
 
 An op's *definition* below is the exact ATen chain of the unfused model. It is the CPU implementation, and what the
 Triton kernel on CUDA equals bit for bit (NaN payloads aside). Every intermediate rounds to the tensor's dtype where
@@ -44,14 +44,15 @@ _NORM_MAX_COLUMNS = 16384
 def quantize_rows_definition(x: Tensor) -> tuple[Tensor, Tensor]:
     """Dynamic per-row quantize to e4m3. x [..., D] -> (q e4m3 [..., D], scale float32 [..., 1]); x ~ q * scale.
 
-    scale = clamp(amax|x|, min=1e-12) / 448 and q = clamp(x / scale, -448, 448), in float32 (the recipe of
-    PyTorch's row-wise float8). A NaN makes its whole row NaN and an inf makes its row 0 with NaN at the inf; other
-    rows do not change. 448 is divided by as a tensor: ATen on CUDA multiplies by the reciprocal of a Python number.
+    scale = clamp(amax|x|, min=1e-12) / 448 and q = clamp(x * (1 / scale), -448, 448), in float32: one division per
+    row and a product per element, as in PyTorch's row-wise float8. A NaN makes its whole row NaN and an inf makes its
+    row 0 with NaN at the inf; other rows do not change. Numbers divide as tensors: ATen on CUDA multiplies by the
+    reciprocal of a Python number.
     """
     wide = x.float()
     amax = wide.abs().amax(-1, keepdim=True)
     scale = amax.clamp(min=SCALE_AMAX_MIN) / torch.full_like(amax, E4M3_MAX)
-    q = (wide / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    q = (wide * (torch.ones_like(scale) / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
     return q.contiguous(), scale.contiguous()
 
 
@@ -646,6 +647,7 @@ def _downsample_cuda(x, taps):
 # --- registration ----------------------------------------------------------------------------------------------
 
 DEFINITIONS: dict[str, Callable] = {}
+OPERATORS: dict[str, Any] = {}
 kernel_names: dict[str, str] = {}
 _LIBRARY = torch.library.Library("h3opt", "DEF")
 
@@ -658,17 +660,19 @@ def register_op(
     fake: Callable,
     kernel: str | None,
     cpu: Callable | None = None,
+    version: int = 1,
 ) -> Any:
-    """Define `h3opt::{name}_v1`: on the CPU its definition, unless `cpu` is given; returns the op."""
-    versioned = f"{name}_v1"
+    """Define `h3opt::{name}_v{version}`: on the CPU its definition, unless `cpu` is given; returns the op."""
+    versioned = f"{name}_v{version}"
     _LIBRARY.define(versioned + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(versioned, cpu or definition, "CPU")
     _LIBRARY.impl(versioned, cuda, "CUDA")
     torch.library.register_fake(f"h3opt::{versioned}", fake, lib=_LIBRARY)
     DEFINITIONS[name] = definition
+    OPERATORS[name] = getattr(torch.ops.h3opt, versioned).default
     if kernel is not None:
         kernel_names[name] = kernel
-    return getattr(torch.ops.h3opt, versioned).default
+    return OPERATORS[name]
 
 
 _NORM = "Tensor weight, Tensor scale_table, Tensor shift_table, Tensor index, float eps)"
@@ -682,6 +686,7 @@ quantize_rows = register_op(
     _quantize_rows_cuda,
     _quantize_rows_fake,
     "quantize_rows_kernel",
+    version=2,
 )
 scaled_linear = register_op(
     "scaled_linear",
@@ -706,6 +711,7 @@ norm_modulate_quantize = register_op(
     _norm_modulate_quantize_cuda,
     _norm_modulate_quantize_fake,
     "norm_modulate_quantize_kernel",
+    version=2,
 )
 gated_residual = register_op(
     "gated_residual",
@@ -730,6 +736,7 @@ residual_norm_modulate_quantize = register_op(
     _residual_norm_modulate_quantize_cuda,
     _residual_norm_modulate_quantize_fake,
     "residual_norm_modulate_quantize_kernel",
+    version=2,
 )
 scaled_residual = register_op(
     "scaled_residual",
@@ -754,6 +761,7 @@ wide_norm_quantize = register_op(
     _wide_norm_quantize_cuda,
     _wide_norm_quantize_fake,
     "wide_norm_quantize_kernel",
+    version=2,
 )
 scaled_residual_norm = register_op(
     "scaled_residual_norm",
@@ -770,6 +778,7 @@ scaled_residual_norm_quantize = register_op(
     _scaled_residual_norm_quantize_cuda,
     _scaled_residual_norm_quantize_fake,
     "scaled_residual_norm_quantize_kernel",
+    version=2,
 )
 swiglu = register_op("swiglu", "(Tensor x) -> Tensor", swiglu_definition, _swiglu_cuda, _swiglu_fake, "swiglu_kernel")
 swiglu_quantize = register_op(
@@ -779,6 +788,7 @@ swiglu_quantize = register_op(
     _swiglu_quantize_cuda,
     _swiglu_quantize_fake,
     "swiglu_quantize_kernel",
+    version=2,
 )
 head_norm_rope = register_op(
     "head_norm_rope",

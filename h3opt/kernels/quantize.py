@@ -13,6 +13,7 @@ from h3opt.kernels.device import (
     as_rows,
     empty_quantized,
     load_columns,
+    max_magnitude,
     quantize_row,
     saturate_e4m3,
     widen,
@@ -22,7 +23,7 @@ from h3opt.kernels.device import (
 NUM_WARPS = 4
 ELEMENTS_PER_LANE = 8
 HEADS_PER_PROGRAM = 16
-AMAX_ROWS = 32
+AMAX_ROWS = 64
 
 MAX_COLUMNS = 32768  # a wider row would spill; the op then uses its definition
 
@@ -77,13 +78,13 @@ def heads_amax_kernel(
     channel = tl.arange(0, WIDTH)
     inside = (head < HEADS)[:, None] & (channel < HEAD_DIM)[None, :]
     offset = head[:, None] * head_stride + channel[None, :]
-    largest = tl.zeros((BLOCK, WIDTH), tl.int32)
+    largest = tl.zeros((BLOCK, WIDTH), x_ptr.dtype.element_ty)
     first = tl.program_id(0).to(tl.int64) * ROWS
     for step in range(ROWS):
         row = first + step
         x = tl.load(x_ptr + row * token_stride + offset, mask=inside & (row < rows), other=0.0)
-        largest = tl.maximum(largest, abs_bits(widen(x)))
-    tl.atomic_max(amax_ptr + head, tl.max(largest, 1), mask=head < HEADS, sem="relaxed")
+        largest = max_magnitude(largest, x)
+    tl.atomic_max(amax_ptr + head, tl.max(abs_bits(widen(largest)), 1), mask=head < HEADS, sem="relaxed")
 
 
 def quantize_heads(
@@ -100,7 +101,7 @@ def quantize_heads(
     return q
 
 
-def heads_amax(x: torch.Tensor, rows_per_program: int | None = None, block: int = 8) -> torch.Tensor:
+def heads_amax(x: torch.Tensor, rows_per_program: int | None = None, block: int = 16) -> torch.Tensor:
     """Launch `heads_amax_kernel` on x [..., heads, head_dim] -> float32 [heads]; a NaN is larger than any number."""
     rows, heads, head_dim = _rows_of_heads(x), *x.shape[-2:]
     amax = torch.zeros(heads, dtype=torch.int32, device=x.device)

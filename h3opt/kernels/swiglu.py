@@ -25,8 +25,8 @@ from h3opt.kernels.device import (
 # Measured choices (see bench.py --tune). Bits do not depend on them.
 NUM_WARPS = 8
 ELEMENTS_PER_LANE = 8
-QUANTIZE_NUM_WARPS = 16
-QUANTIZE_ELEMENTS_PER_LANE = 4
+QUANTIZE_NUM_WARPS = 8
+QUANTIZE_ELEMENTS_PER_LANE = 8
 
 MAX_COLUMNS = 32768  # a wider row would spill; the op then uses its definition
 

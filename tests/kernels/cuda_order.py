@@ -105,8 +105,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     amax = torch.where(wide.isnan().any(-1), torch.nan, wide.abs().nan_to_num(0.0, posinf=torch.inf).amax(-1))
     scale = torch.where(amax < 1e-12, torch.tensor(1e-12), amax) / torch.full_like(amax, 448.0)
-    quotient = wide / scale[..., None]
-    return round_e4m3(quotient.clamp(-448, 448)), scale[..., None]
+    codes = round_e4m3((wide * (torch.ones_like(scale) / scale)[..., None]).clamp(-448, 448))
+    return codes, scale[..., None]
 
 
 def quantize_heads(x: Tensor, head_scale: Tensor) -> Tensor:

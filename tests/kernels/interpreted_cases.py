@@ -339,12 +339,12 @@ def test_norm_mutant_that_keeps_float32_between_operations_is_seen(monkeypatch):
     assert differing(norm.residual_norm_modulate(*args, 1e-5), cuda_order.residual_norm_modulate(*args, 1e-5)) > 0
 
 
-def test_quantize_mutant_that_multiplies_by_the_reciprocal_scale_is_seen(monkeypatch):
+def test_quantize_mutant_that_multiplies_by_the_reciprocal_of_448_is_seen(monkeypatch):
     @triton.jit
-    def multiplied(x, inverse, scale, refine):
-        return x * inverse
+    def multiplied(amax_bits):
+        return tl.maximum(amax_bits, device.SCALE_AMAX_MIN_BITS).to(tl.float32, bitcast=True) * (1.0 / 448.0)
 
-    monkeypatch.setattr(device, "divide_by_row_scale", multiplied)
+    monkeypatch.setattr(device, "e4m3_scale", multiplied)
     codes = torch.arange(126, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     rows = []
     for amax in torch.rand(40, generator=torch.Generator().manual_seed(0)).tolist():

@@ -7,7 +7,7 @@ import torch
 
 from h3opt.device import Device
 from h3opt.errors import DeviceError
-from h3opt.kernels import DEFINITIONS, attention, kernel_names, ops
+from h3opt.kernels import DEFINITIONS, OPERATORS, attention, kernel_names, ops
 from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs, values
 from h3opt.quality import relative_error, row_ulps
 
@@ -26,7 +26,7 @@ def _needs_cuda():
 
 
 def op(name):
-    return getattr(torch.ops.h3opt, f"{name}_v1").default
+    return OPERATORS[name]
 
 
 def check(name, args):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import av
 import pytest
 import torch
 
@@ -18,6 +17,8 @@ CANVAS = Canvas(64, 96, 5)
 def write_clip(file: Path, frames: int, height: int = 48, width: int = 128) -> None:
     """Left half red, right half blue, and ever brighter green."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    import av  # here, so that the module can be collected where it is missing
+
     with av.open(str(file), "w") as container:
         stream = container.add_stream("libx264", rate=24, options={"crf": "1"})
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv444p"
