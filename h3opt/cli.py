@@ -134,9 +134,8 @@ def run(
     _check_places(out, json)
     _collect_from_here()
     pipe = load_pipeline(model, _dtype(dtype, device), _device(device))
-    with optimize(pipe, passes=names, profile=profile) as opt:
-        media = generate(pipe, settings)
-        report = opt.report
+    opt = optimize(pipe, passes=names, profile=profile, restorable=False)  # it ends with this process
+    media, report = generate(pipe, settings), opt.report
     write_mp4(out, media.video, media.audio, media.sampling_rate)
     if not _is_stdout(json):
         console.print(report_table(report))

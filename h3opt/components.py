@@ -35,6 +35,7 @@ class PipelineView:
         vae: the video autoencoder.
         audio_vae: the audio autoencoder.
         scope: what one captured graph spans, ``"block"`` or ``"model"``.
+        restorable: whether passes must keep what they replace, to put it back.
     """
 
     # Any: diffusers' top level has only stand-ins for a type checker to see
@@ -43,9 +44,10 @@ class PipelineView:
     vae: Any = None
     audio_vae: Any = None
     scope: str = "block"
+    restorable: bool = True
 
     @classmethod
-    def of(cls, target: Any, scope: str = "block") -> PipelineView:
+    def of(cls, target: Any, scope: str = "block", restorable: bool = True) -> PipelineView:
         """Look into a pipeline or a single model.
 
         Raises:
@@ -69,7 +71,7 @@ class PipelineView:
                 f"{type(target).__name__} has no component h3opt knows. Pass a diffusers MiniMax-H3 pipeline with its "
                 "components loaded (pipe.load_components()), its transformer, or one of its VAEs."
             )
-        return cls(pipe=pipe, scope=scope, **found)
+        return cls(pipe=pipe, scope=scope, restorable=restorable, **found)
 
     @property
     def modules(self) -> list[torch.nn.Module]:

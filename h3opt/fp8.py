@@ -49,7 +49,9 @@ class FP8Linear(torch.nn.Module):
 
 @dataclass(frozen=True)
 class FP8BlocksPass(FormatPass):
-    """Base of the passes that make linear layers of repeated blocks FP8; the originals wait in host memory.
+    """Base of the passes that make linear layers of repeated blocks FP8.
+
+    The originals wait in host memory, or are freed where the pipeline need not be restorable.
 
     Options:
         layers: which linear layers of a block, by their path in it.
@@ -81,10 +83,11 @@ class FP8BlocksPass(FormatPass):
             original = getattr(parent, name)
             device = original.weight.device
             setattr(parent, name, self.convert(original))
-            undo.callback(_put_back, parent, name, original, device)
-            if device.type != "cpu":  # the weight alone: the bias is in use
-                original.weight.data = original.weight.data.to("cpu")
             count += 1
+            if view.restorable:
+                undo.callback(_put_back, parent, name, original, device)
+                if device.type != "cpu":  # the weight alone: the bias is in use
+                    original.weight.data = original.weight.data.to("cpu")
         return count
 
     def convert(self, linear: torch.nn.Linear) -> FP8Linear:

@@ -211,7 +211,8 @@ class _ModulePass(Pass):
 
         Args:
             view: the components of the pipeline.
-            undo: closed, last change first, on restore and when a later step fails.
+            undo: closed, last change first, on restore and when a later step fails. Large tensors that only it needs
+                are dropped instead where ``view.restorable`` is false.
 
         Returns:
             How many sites were changed.

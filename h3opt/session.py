@@ -45,6 +45,7 @@ def optimize(
     probe: bool | None = None,
     tokens: int | None = None,
     world_size: int = 1,
+    restorable: bool = True,
 ) -> Optimized:
     """Make a MiniMax-H3 pipeline, or one of its models, run through h3opt. It is changed in place.
 
@@ -62,12 +63,14 @@ def optimize(
         probe: whether rewrites are proven again on this machine.
         tokens: length of the packed sequence, for profile rows that depend on it.
         world_size: number of GPUs, likewise.
+        restorable: ``False`` frees weights that FP8 replaces instead of keeping them in host memory, 40 GB of H3's
+            transformer. The pipeline then cannot be restored or optimized again, nor used in a ``with`` block.
 
     Returns:
         A handle with ``report`` and ``restore()``; also a context manager.
 
     Raises:
-        H3OptError: and the pipeline is as it was.
+        H3OptError: and the pipeline is as it was; with ``restorable=False`` a note says if weights are gone already.
     """
     session, instances = prepare(
         target,
@@ -79,6 +82,7 @@ def optimize(
         probe=probe,
         tokens=tokens,
         world_size=world_size,
+        restorable=restorable,
     )
     with displaced(session.view):
         session.install(instances)
@@ -96,6 +100,7 @@ def prepare(
     probe: bool | None = None,
     tokens: int | None = None,
     world_size: int = 1,
+    restorable: bool = True,
 ) -> tuple[Session, tuple[Pass, ...]]:
     """Resolve what :func:`optimize` was asked for, and touch nothing yet.
 
@@ -114,7 +119,7 @@ def prepare(
     }
     _check_choices(settings)
     session = Session(
-        PipelineView.of(target, settings["scope"]),
+        PipelineView.of(target, settings["scope"], restorable),
         profile=chosen.name,
         executor=settings["executor"],
         on_shortfall=settings["on_shortfall"],
@@ -130,10 +135,11 @@ def displaced(view: PipelineView, always_back: bool = False) -> Iterator[None]:
     """Take off what is installed on these components, and put it back if the body fails (or in any case).
 
     Raises:
-        PipelineError: a component belongs to another optimized pipeline.
+        PipelineError: a component belongs to another optimized pipeline, or to one that cannot be restored.
     """
     earlier = {session for module in view.modules if (session := _session_of(module)) is not None}
     for session in earlier:
+        session.check_restorable()
         if session.view.pipe is not None and session.view.pipe is not view.pipe:
             raise PipelineError(
                 "A component of this pipeline is part of another optimized pipeline. Call restore() on that one "
@@ -149,6 +155,12 @@ def displaced(view: PipelineView, always_back: bool = False) -> Iterator[None]:
         if back:
             for session in earlier:
                 session.install(session.passes)
+
+
+_WEIGHTS_ARE_GONE = (
+    "All passes have been taken off again, but with restorable=False weights that became FP8 stay so: "
+    "load the pipeline again."
+)
 
 
 class Optimized:
@@ -173,10 +185,16 @@ class Optimized:
         return self._session.passes
 
     def restore(self) -> None:
-        """Give back the unmodified pipeline, bit for bit. A second call does nothing."""
+        """Give back the unmodified pipeline, bit for bit. A second call does nothing.
+
+        Raises:
+            PipelineError: it was optimized with ``restorable=False``; it stays as it is.
+        """
+        self._session.check_restorable()
         self._session.uninstall()
 
     def __enter__(self) -> Optimized:
+        self._session.check_restorable()
         return self
 
     def __exit__(
@@ -218,8 +236,10 @@ class Session:
             self.installed = True
             for module in self.view.modules:
                 _active[module] = weakref.ref(self)
-        except BaseException:
+        except BaseException as error:
             self.uninstall()
+            if not self.view.restorable:
+                error.add_note(_WEIGHTS_ARE_GONE)
             raise
 
     def change_passes(self, passes: Sequence[Pass]) -> None:
@@ -240,6 +260,14 @@ class Session:
         for module in self.view.modules:
             if _session_of(module) is self:
                 del _active[module]
+
+    def check_restorable(self) -> None:
+        """Raise a PipelineError if this is installed and cannot be taken back."""
+        if self.installed and not self.view.restorable:
+            raise PipelineError(
+                "This pipeline was optimized with restorable=False, so nothing keeps its original weights. "
+                "Go on using it as it is, or load it again."
+            )
 
     @property
     def regions(self) -> Sequence[Region]:
@@ -293,7 +321,8 @@ class Session:
     def failed(self, error: H3OptError) -> None:
         """A capture failed for a reason of ours: take everything back, so that the pipeline still runs."""
         self.uninstall()
-        error.add_note("The pipeline has been restored to what it was before h3opt.optimize.")
+        restored = "The pipeline has been restored to what it was before h3opt.optimize."
+        error.add_note(restored if self.view.restorable else _WEIGHTS_ARE_GONE)
 
     def report(self) -> Report:
         """What each pass did, summed over the modules of every region."""

@@ -424,8 +424,11 @@ def test_a_verification_that_is_interrupted_says_so_in_one_line_and_leaves_no_fi
 ) -> None:
     (tmp_path / "report.html").write_text("old")
     places = ("--report", "report.html", "--blind", "blind.html", "--json", "verdict.json", "--evidence", "evidence")
+    # A shell that runs the tests in the background has what it starts ignore Ctrl-C.
+    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = f"{listen}; from h3opt.cli import main; main()"
     started = subprocess.Popen(
-        [sys.executable, "-c", "from h3opt.cli import main; main()", "verify", "--passes", "norm_modulate", *places],
+        [sys.executable, "-c", command, "verify", "--passes", "norm_modulate", *places],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -161,6 +162,28 @@ def test_a_dropped_pipeline_is_freed_optimized_or_not():
         del pipe, opt, block
         gc.collect()
         assert held() is None, f"restored: {restore}"
+
+
+def test_without_restorable_the_replaced_weights_are_freed_and_nothing_pretends_otherwise(silent):
+    with optimize(silent, ["fp8_linear", "norm_modulate"]):
+        expected = generate(silent, CLIP)
+    pipe = build()
+    replaced = weakref.ref(pipe.transformer.transformer_blocks[0].ff.net[2])
+    opt = optimize(pipe, ["fp8_linear", "norm_modulate"], restorable=False)
+    gc.collect()
+    assert replaced() is None and opt.report["fp8_linear"].matched == opt.report["fp8_linear"].expected > 0
+    for attempt in (opt.restore, opt.__enter__, partial(optimize, pipe, [])):
+        with pytest.raises(PipelineError, match=r"restorable=False.*load it again"):
+            attempt()
+    assert opt.active and bits_equal(expected.video, generate(pipe, CLIP).video)
+
+
+def test_without_restorable_an_error_says_that_weights_are_gone():
+    pipe = build()
+    with pytest.raises(ShortfallError) as caught:
+        optimize(pipe, ["fp8_linear", Marks(sites=0)], restorable=False)
+    assert any("load the pipeline again" in note for note in caught.value.__notes__)
+    assert optimize(pipe, []).active, "what is left can still be used"
 
 
 # --- one after the other, and side by side ---------------------------------------------------------------------

@@ -22,7 +22,7 @@ from h3opt.verification import Difference, Verdict
 
 aten = torch.ops.aten
 CLIP = GenerationSettings(num_inference_steps=3)
-OTHER_PROMPT = "Rain on a tin roof at night."
+OTHER_PROMPT = "a green ring moves left over blue, a high hum"  # as long as the default: stale results fit
 pytestmark = pytest.mark.xdist_group("bfloat16 pipeline")
 
 
@@ -60,7 +60,8 @@ def test_every_pass_of_the_profile_keeps_its_promise_on_the_tiny_pipeline(silent
     assert "fp8_linear" in verdict.moved and "norm_modulate" not in verdict.moved
     assert not verdict.all_passes.equal and verdict.all_passes.lpips < 0.03
     assert verdict.noise_floor is not None and not verdict.noise_floor.equal
-    assert {one.name for one in verdict.passes} == {cls.name for cls in h3opt.list_passes()}
+    enabled = {one.name for one in h3opt.load_profile("cpu").passes if one.enabled}
+    assert {one.name for one in verdict.passes} == enabled and len(enabled) > 15
     assert all(one.held for one in verdict.passes)
     assert set(verdict.exact_names) <= {one.name for one in verdict.passes if str(one.promise) == "exact"}
     assert "fp8_linear" not in verdict.exact_names and "residual_fold" in verdict.exact_names

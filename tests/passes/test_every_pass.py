@@ -324,7 +324,6 @@ def test_the_spellings_do_change_the_graph() -> None:
 
 # Prompts of one length: a mutant must be told from the pass by what it generates, not by an index error.
 CLIPS = (
-    # prompts of one length: what is stale from the first clip fits into the second
     GenerationSettings(prompt="A red fox runs through snow.", num_inference_steps=3),
     GenerationSettings(prompt="Rain on a tin roof at night.", num_inference_steps=3, seed=1),
 )
