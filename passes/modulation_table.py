@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.func import functional_call
 
 from h3opt.calls import ambient, around, unwritten, writes
 from h3opt.device import Device
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from h3opt.components import PipelineView
 
 MAX_TIMESTEPS = 4  # distinct timesteps in one forward: video, audio, keyframes, references
+KEPT = 64  # steps whose tables stay, 39 MB each for H3: a second generation with the same schedule finds its own
 
 
 class TableRows(torch.nn.Module):
@@ -48,7 +50,8 @@ class ModulationTable(SchedulePass):
     """AdaLN depends on the timestep alone: 13.0B of H3's 33.1B parameters run once per schedule, then leave the GPU.
 
     Tables are computed with the very calls the block would make, one timestep tensor at a time, so the bits are those
-    of the block. A forward whose timesteps no schedule announced is served too, at the price of computing its tables.
+    of the block. A forward whose timesteps no schedule announced is served too, at the price of computing its tables
+    when their values are new.
     """
 
     name = "modulation_table"
@@ -89,8 +92,8 @@ class Tables:
 
     transformer: Any
     steps: dict[int, tuple[torch.Tensor, int | torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
+    made: dict[tuple[torch.dtype, bytes], list[torch.Tensor]] = field(default_factory=dict)  # by the timestep's value
     made_with: tuple[Any, ...] = ()  # see stamp()
-    unannounced: int = 0  # id of the timestep computed last outside a schedule; 0 is nobody's
 
     def __post_init__(self) -> None:
         self.projections = [block.adaln_proj for block in self.transformer.transformer_blocks]
@@ -99,32 +102,44 @@ class Tables:
         self.blank = weight.new_zeros(3 * MAX_TIMESTEPS, weight.shape[0] // 3)
 
     def compute_schedule(self, state: Any) -> None:
-        """Fill the tables for every step of the plan the pipeline has just made."""
+        """Have the tables of every step of the plan the pipeline has just made."""
         self.steps.clear()
-        self.unannounced = 0
-        self.compute([timestep for timestep, _ in state.get("row_timestep_plan")])
+        self.prepare([timestep for timestep, _ in state.get("row_timestep_plan")])
 
-    def compute(self, timesteps: Sequence[torch.Tensor]) -> None:
-        """Fill the tables of ``timesteps``, each ``[distinct timesteps]``; weights visit the GPU block by block."""
+    def prepare(self, timesteps: Sequence[torch.Tensor]) -> None:
+        """Have the tables of ``timesteps``, each ``[distinct timesteps]``: those of an earlier schedule serve again."""
         if max(timestep.numel() for timestep in timesteps) > MAX_TIMESTEPS:
             raise PipelineError(
                 f"A forward has more than {MAX_TIMESTEPS} distinct timesteps, which modulation_table has no room for. "
                 "Turn the pass off."
             )
-        self.made_with = self.stamp()
+        if self.made_with != self.stamp():
+            self.made.clear()
+            self.made_with = self.stamp()
+        spelled = [(timestep.dtype, bytes(timestep.cpu().view(torch.uint8).tolist())) for timestep in timesteps]
+        new = {key: timestep for key, timestep in zip(spelled, timesteps, strict=True) if key not in self.made}
+        self.made.update(self.compute(new) if new else {})
+        for key, timestep in zip(spelled, timesteps, strict=True):
+            self.made[key] = self.made.pop(key)  # the last ones used stay longest
+            self.steps[id(timestep)] = (timestep, writes(timestep), self.made[key])
+        for key in list(self.made)[: -max(KEPT, len(timesteps))]:
+            del self.made[key]
+        for step in list(self.steps)[: -max(KEPT, len(timesteps))]:
+            del self.steps[step]
+
+    def compute(self, timesteps: dict[Any, torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
+        """The tables of all blocks for each of ``timesteps``; weights visit the GPU block by block."""
+        tables: dict[Any, list[torch.Tensor]] = {key: [] for key in timesteps}
         with torch.no_grad():
-            embeddings = [self._embed(timestep) for timestep in timesteps]
-            for timestep in timesteps:
-                self.steps[id(timestep)] = (timestep, writes(timestep), [])
+            embeddings = {key: self._embed(timestep) for key, timestep in timesteps.items()}
             for projection in self.projections:
-                projection.to(self.device)
-                for timestep, temb in zip(timesteps, embeddings, strict=True):
-                    made = torch.cat(projection(temb), dim=-1)
+                visiting = {name: weight.to(self.device) for name, weight in projection.named_parameters()}
+                for key, temb in embeddings.items():
+                    made = torch.cat(functional_call(projection, visiting, (temb,)), dim=-1)
                     rows = torch.zeros_like(self.blank, dtype=made.dtype)  # autocast may have its own
                     rows[: made.shape[0]] = made
-                    self.steps[id(timestep)][2].append(rows)
-                if self.device.type != "cpu":
-                    projection.to("cpu")
+                    tables[key].append(rows)
+        return tables
 
     def select(self, proceed: Any, *args: Any, **kwargs: Any) -> Any:
         """Put the rows of this call's timesteps in place, then go on to the transformer."""
@@ -133,9 +148,7 @@ class Tables:
             self.steps.clear()
         known = self.steps.get(id(timestep))
         if known is None or known[0] is not timestep or not unwritten(timestep, known[1]):
-            self.steps.pop(self.unannounced, None)  # keep one: each call may bring another
-            self.unannounced = id(timestep)
-            self.compute([timestep])
+            self.prepare([timestep])
         for block, rows in zip(self.transformer.transformer_blocks, self.rows(timestep), strict=True):
             block.adaln_proj.rows = rows
         return proceed(*args, **kwargs)

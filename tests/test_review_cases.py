@@ -65,6 +65,26 @@ def test_two_backward_passes_with_hoisting_on(transformer, inputs):
 
 
 @torch.no_grad()
+def test_tables_are_made_once_for_each_timestep_value_and_again_when_a_value_changes(transformer, inputs):
+    visits = []
+    linear = transformer.transformer_blocks[0].adaln_proj.linear
+    linear.register_forward_hook(lambda *_: visits.append(1))
+    timesteps = [inputs["timestep"], inputs["timestep"] * 0.5]
+    expected = [transformer(**inputs | {"timestep": timestep}) for timestep in timesteps]
+    with optimize(transformer, ["modulation_table"]):
+        visits.clear()
+        for _ in range(2):  # by value: a later loop brings tensors of its own
+            for timestep, outputs in zip(timesteps, expected, strict=True):
+                assert same(outputs, transformer(**inputs | {"timestep": timestep.clone()}))
+        assert len(visits) == 2
+        written = timesteps[0].clone()
+        transformer(**inputs | {"timestep": written})
+        written.mul_(0.5)
+        assert same(expected[1], transformer(**inputs | {"timestep": written})) and len(visits) == 2
+    linear._forward_hooks.clear()
+
+
+@torch.no_grad()
 def test_a_copy_that_would_keep_one_steps_tables_is_refused(transformer):
     with optimize(transformer, ["modulation_table"]), pytest.raises(PipelineError, match="restore"):
         copy.deepcopy(transformer)
