@@ -225,16 +225,21 @@ def verify(
 def replay(
     folder: Annotated[Path, typer.Argument(help="What verify saved of a broken promise.")],
     model: Model = None,
-    dtype: Dtype = "auto",
-    device: DeviceName = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="Another than it was verified with: as for verify.")] = None,
+    device: Annotated[str | None, typer.Option(help="Another than it was verified on: cpu, cuda, cuda:1, …")] = None,
     json: Json = None,
 ) -> None:
     """Run again what moved first when a promise broke; exit code 1 if it still moves."""
     from h3opt.evidence import replay as replay_evidence
 
     _check_places(json)
-    _dtype(dtype)
-    found = replay_evidence(folder, lambda: _pipeline(model, dtype, device))
+    if dtype is not None:
+        _dtype(dtype)
+
+    def pipe(verified: Any, place: str) -> Any:
+        return _pipeline(model, dtype or str(verified).removeprefix("torch."), place)
+
+    found = replay_evidence(folder, pipe, None if device is None else _device(device))
     if not _is_stdout(json):
         _say(str(found))
     _write_or_print(json, found.to_dict())

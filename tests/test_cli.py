@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from h3opt import cli, demo, quality, verification
+from h3opt.errors import DeviceError
 from h3opt.evidence import Evidence, flatten, write_evidence
 from h3opt.media import write_mp4
 from h3opt.profiles import list_profiles, load_profile, parse_profile
@@ -582,7 +583,8 @@ def test_run_without_passes_prints_json_alone(h3opt: Run, saved: Path, tmp_path:
 @pytest.mark.usefixtures("nothing_runs")
 def test_evidence_replays_with_one_command(h3opt: Run, refusal: Callable[..., str], tmp_path: Path) -> None:
     x = torch.randn(2, 8)
-    found = Evidence("fused_swiglu", {}, "site", "transformer.transformer_blocks.0", 3, [], "ff.net.0")
+    block = "transformer.transformer_blocks.0"
+    found = Evidence("fused_swiglu", {}, "site", block, 3, [], "ff.net.0", dtype=torch.float32, device="cpu")
     found.inputs, found.arguments = flatten(((), {"x": x, "dim": -1, "middle": 4, "end": 8}))
     found.expected, found.found = [torch.ones(2, 4)], [torch.zeros(2, 4)]
     write_evidence(tmp_path / "e", found)
@@ -591,6 +593,24 @@ def test_evidence_replays_with_one_command(h3opt: Run, refusal: Callable[..., st
     result = h3opt("replay", tmp_path / "e", "--json", "-")
     assert json.loads(result.out)["moves"] is False and result.code == 0
     assert "holds no evidence" in refusal("replay", tmp_path)
+
+
+def test_evidence_replays_in_the_dtype_it_was_verified_with(
+    h3opt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def pipeline(*how: Any) -> Any:
+        asked.append(how)
+        raise DeviceError("No more is needed. Stop.")
+
+    monkeypatch.setattr("h3opt.generation.reference_pipeline", pipeline)
+    found = Evidence("fused_swiglu", {}, "module", "transformer", 0, [], dtype=torch.float16, device="cpu")
+    found.inputs, found.arguments = flatten(((), {}))
+    write_evidence(tmp_path / "e", found)
+    refusal("replay", tmp_path / "e")
+    refusal("replay", tmp_path / "e", "--dtype", "float32")
+    assert asked == [(torch.float16, "cpu"), (torch.float32, "cpu")]
 
 
 # --------------------------------------------------------------------------------------------------- verify, demo
