@@ -300,6 +300,9 @@ def test_bench_refuses_before_it_builds_a_model(
 @pytest.mark.usefixtures("nothing_runs")
 def test_the_tiny_models_are_for_trying_the_decode_suite(refusal: Callable[..., str]) -> None:
     assert "Use --tiny with --suite decode" in refusal("bench", "--tiny")
+    assert "Use --trained with --suite decode" in refusal("bench", "--trained")
+    for options in (("--tiny", "--trained"), ("--trained", "--layers", 2)):
+        assert "Give one of them, or none" in refusal("bench", "--suite", "decode", *options)
 
 
 @pytest.mark.usefixtures("nothing_runs")
@@ -324,6 +327,25 @@ def test_the_decode_suite_can_be_tried_on_a_cpu(h3opt: Run, tmp_path: Path) -> N
     assert arms["video: + async_assembly"]["clip_lpips"] == {"grey": 0.0}
     assert arms["video: + async_assembly"]["differing"] == 0 and arms["audio: eager"]["milliseconds"] > 0
     assert "| video: eager |" in files[1].read_text() and files[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_trained_reference_shows_what_fp8_does_to_a_clip(
+    h3opt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from h3opt.generation import reference_pipeline
+
+    def silent(*how: Any) -> Any:
+        pipe = reference_pipeline(*how)
+        pipe.audio_vae.decode = lambda latents, *_, **__: (latents.new_zeros(2, 1, 8),)
+        return pipe
+
+    monkeypatch.setattr("h3opt.generation.reference_pipeline", silent)
+    write_mp4(tmp_path / "noise.mp4", torch.rand(22, 3, 64, 96), torch.zeros(2, 9), 32_000)
+    size = ("--canvas", "64x96x22", "--rounds", 1, "--peers", "", "--passes", "vae_fp8_linear", "--clips", tmp_path)
+    result = h3opt("bench", "--suite", "decode", "--trained", "--device", "cpu", *size, "--json", "-")
+    assert result.code == 0, result
+    arm = next(arm for arm in json.loads(result.out)["arms"] if arm["name"] == "video: + vae_fp8_linear")
+    assert 0 < arm["clip_lpips"]["noise"] < arm["clip_worst"]["noise"] < 0.05
 
 
 @pytest.mark.usefixtures("nothing_runs")
