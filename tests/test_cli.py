@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -476,6 +477,88 @@ def test_ctrl_c_is_no_traceback(h3opt: Run, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("h3opt.generation.reference_pipeline", interrupted)
     assert h3opt("verify") == Result(130, "", "interrupted\n")
+
+
+# ------------------------------------------------------------------------------------------------------- collector
+
+
+@pytest.fixture
+def collector() -> Iterator[Callable[[], tuple[Any, ...]]]:
+    """The state of the garbage collector, which each test may change."""
+    enabled, threshold = gc.isenabled(), gc.get_threshold()
+    yield lambda: (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count())
+    gc.set_threshold(*threshold)
+    (gc.enable if enabled else gc.disable)()
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["collecting", "not collecting"])
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(("passes",), 0), ((), 2), (("passes", "--none"), 2), (("explain", "none"), 2), (("demo", "--out", "out"), 2),
+     (("verify", "--device", "cpu"), 130)],
+    ids=["success", "help", "usage", "error before a model", "error after thresholds changed", "interrupted"],
+)  # fmt: skip
+def test_the_collector_is_left_as_the_caller_had_it(
+    arguments: tuple[str, ...], code: int, enabled: bool, h3opt: Run, collector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside: list[tuple[bool, int]] = []
+
+    def stop(error: BaseException) -> Callable[..., Any]:
+        def work(*_: Any, **__: Any) -> None:
+            inside.append((gc.isenabled(), gc.get_threshold()[0]))
+            raise error
+
+        return work
+
+    monkeypatch.setattr(demo, "run_demo", stop(DeviceError("There is none. Get one.")))
+    monkeypatch.setattr("h3opt.generation.reference_pipeline", stop(KeyboardInterrupt()))
+    gc.set_threshold(701, 9, 8)
+    (gc.enable if enabled else gc.disable)()
+    before = collector()
+    assert h3opt(*arguments).code == code
+    assert collector() == before
+    assert inside == {("demo",): [(True, 50_000)], ("verify",): [(True, 701)]}.get(arguments[:1], []), (
+        "work is collected"
+    )
+
+
+def test_the_collector_is_left_as_it_was_by_a_crash_too(collector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("h3opt.generation.reference_pipeline", crash)
+    monkeypatch.setattr(sys, "argv", ["h3opt", "verify"])
+    before = collector()
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+    assert collector() == before
+
+
+def test_what_the_caller_froze_stays_frozen(h3opt: Run, collector: Any) -> None:
+    gc.freeze()
+    try:
+        assert h3opt("passes").code == 0 and gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_nothing_is_looked_through_once_more_at_exit_however_often_main_ran() -> None:
+    code = """
+import atexit, gc, sys
+from h3opt import cli
+
+freeze, calls = gc.freeze, []
+gc.freeze = lambda: (calls.append(1), freeze())
+atexit.register(lambda: print(len(calls), gc.get_freeze_count() > 0, file=sys.stderr))  # runs after main's
+sys.argv = ["h3opt"]
+for _ in range(2):
+    try:
+        cli.main()
+    except SystemExit:
+        assert not calls and not gc.get_freeze_count()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and ended.stderr.splitlines()[-1] == "1 True", ended
 
 
 # ----------------------------------------------------------------------------------------------------------- lists
