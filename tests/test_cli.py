@@ -197,8 +197,9 @@ def test_a_bad_option_in_a_profile_is_named_by_file_and_line(
     options: str, says: str, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     file = profile(tmp_path / "mine.yaml", f"  - pass: fp8_linear\n    options: {options}\n")
-    message = refusal("verify", "--profile", file)
-    assert f"{file}:5: passes[0].options: " in message and says in message
+    for arguments in (("profiles", file), ("verify", "--profile", file)):
+        message = refusal(*arguments)
+        assert f"{file}:5: passes[0].options: " in message and says in message
 
 
 # ---------------------------------------------------------------------------------------------------------- models
