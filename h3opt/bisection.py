@@ -102,7 +102,14 @@ def bisect_pass(
     for passes, recording in ((others, before), (installed, after)):
         _replayed(session, passes, clips, recording)
     evidence = Evidence(
-        moved.name, moved.options(), "module", path, number, [(one.name, one.options()) for one in others]
+        moved.name,
+        moved.options(),
+        "module",
+        path,
+        number,
+        [(one.name, one.options()) for one in others],
+        dtype=session.view.dtype,
+        device=session.device.type,
     )
     evidence.inputs, evidence.arguments = flatten(before.arguments)
     evidence.expected, evidence.found = before.returned, after.returned

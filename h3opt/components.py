@@ -83,6 +83,13 @@ class PipelineView:
         """Where the components are."""
         return Device.of(next(self.modules[0].parameters()).device)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the components were loaded as; modules that diffusers keeps in float32 do not count."""
+        first: Any = self.modules[0]
+        found: torch.dtype = first.dtype
+        return found
+
     def regions(self) -> list[Region]:
         """What to capture: each repeated block class once, or the transformer as a whole with ``scope="model"``."""
         regions = []

@@ -14,8 +14,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from h3opt.device import Device
 from h3opt.environment import versions
-from h3opt.errors import CheckpointError, PipelineError
+from h3opt.errors import CheckpointError, DeviceError, PipelineError
 from h3opt.files import partial_of
 from h3opt.quality import Comparison, bits_equal
 
@@ -36,6 +37,8 @@ class Evidence:
         inputs: the tensors that were read, by name.
         arguments: positional and keyword arguments as JSON, with the names of tensors in their places.
         expected, found: what was returned without the pass, and with it.
+        dtype: of the model; see :attr:`h3opt.components.PipelineView.dtype`.
+        device: type of the device it was on.
     """
 
     name: str
@@ -50,6 +53,8 @@ class Evidence:
     arguments: Any = None
     expected: list[torch.Tensor] = field(default_factory=list)
     found: list[torch.Tensor] = field(default_factory=list)
+    dtype: torch.dtype = field(kw_only=True)
+    device: str = field(kw_only=True)
 
     @property
     def moved(self) -> str:
@@ -97,15 +102,17 @@ class Replay:
         return f"{one.name} in {where}\nthen: {self.then}\nnow:  {self.now}"
 
 
-def replay(folder: Path, pipe: Callable[[], Any]) -> Replay:
+def replay(folder: Path, pipe: Callable[[torch.dtype, str], Any], device: str | None = None) -> Replay:
     """Run what :func:`write_evidence` saved again, with the passes as they are now.
 
     Args:
         folder: written by a verification that broke a promise.
-        pipe: makes the pipeline it was written for; called only where a module has to run.
+        pipe: makes the pipeline it was written for, of a dtype and on a device; called only where a module has to run.
+        device: where to run; ``None`` for the type of device it was found on.
 
     Raises:
         CheckpointError: the evidence is missing, truncated or not evidence.
+        DeviceError: there is no such device here.
         H3OptError: the pass, or an option of it, is not known any more.
     """
     from h3opt.bisection import call_submodules
@@ -115,6 +122,8 @@ def replay(folder: Path, pipe: Callable[[], Any]) -> Replay:
 
     evidence = read_evidence(folder)
     moved = make_pass(evidence.name, evidence.options)
+    device = device or _device_of(evidence, folder)
+    evidence.inputs = {name: tensor.to(device) for name, tensor in evidence.inputs.items()}
     args, kwargs = evidence.call_arguments()
     if evidence.kind == "site":
         if not isinstance(moved, GraphPass) or evidence.rule >= len(moved.rules()):
@@ -126,7 +135,7 @@ def replay(folder: Path, pipe: Callable[[], Any]) -> Replay:
             expected, found = (tensors_in(side(**kwargs)) for side in (rule.pattern, rule.replacement))
     else:
         others = [make_pass(name, options) for name, options in evidence.others]
-        view = PipelineView.of(pipe())
+        view = PipelineView.of(pipe(evidence.dtype, device))
         try:
             expected, found = (
                 tensors_in(call_submodules(view, passes, evidence.module, (args, kwargs))[0])
@@ -134,8 +143,8 @@ def replay(folder: Path, pipe: Callable[[], Any]) -> Replay:
             )
         except (AttributeError, RuntimeError, TypeError) as error:  # no such module, other sizes, another dtype
             raise CheckpointError(
-                f"{folder} does not fit this pipeline ({str(error).splitlines()[0]}). Give the --model and --dtype it "
-                "was written with."
+                f"{folder} does not fit this pipeline ({str(error).splitlines()[0]}). Give the --model it was "
+                "written with, and no other --dtype."
             ) from error
     now = compared(expected, found)
     return Replay(evidence, evidence.moved, now, now != _EQUAL)
@@ -157,6 +166,8 @@ def write_evidence(folder: Path, evidence: Evidence) -> None:
         "module": evidence.module,
         "call": evidence.call,
         "others": evidence.others,
+        "dtype": str(evidence.dtype).removeprefix("torch."),
+        "device": evidence.device,
         "site": evidence.site,
         "rule": evidence.rule,
         "arguments": evidence.arguments,
@@ -210,15 +221,17 @@ def read_evidence(folder: Path) -> Evidence:
             index["rule"],
             {name.removeprefix("input."): tensor for name, tensor in tensors.items() if name.startswith("input.")},
             index["arguments"],
+            dtype=_dtype_named(index["dtype"]),
+            device=torch.device(index["device"]).type,
         )
         for side in ("expected", "found"):
             count = sum(name.startswith(f"{side}.") for name in tensors)
             setattr(evidence, side, [tensors[f"{side}.{number}"] for number in range(count)])
         evidence.call_arguments()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder} holds no evidence that can be read ({type(error).__name__}: {error}). Give a folder that "
-            "`h3opt verify` wrote."
+            "`h3opt verify` wrote; what an earlier version wrote may lack something, so verify again."
         ) from error
     return evidence
 
@@ -283,12 +296,30 @@ def _restored(spelled: Any, tensors: dict[str, torch.Tensor]) -> Any:
             items = [value(item) for item in inner]
             return tuple(items) if kind == "tuple" else items
         if kind == "dtype":
-            return getattr(torch, inner)
+            return _dtype_named(inner)
         if kind == "float":
             return float(inner)
         raise ValueError(f"the argument {inner} could not be saved")
 
     return value(args), value(kwargs)
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name} is no dtype")
+    return found
+
+
+def _device_of(evidence: Evidence, folder: Path) -> str:
+    try:
+        Device.of(evidence.device)
+    except DeviceError as error:
+        raise DeviceError(
+            f"{folder} was found on {evidence.device}, which is not available here. Replay it where it is, or give "
+            "another --device."
+        ) from error
+    return evidence.device
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

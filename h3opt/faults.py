@@ -44,6 +44,7 @@ _STILL, _MOVES = 0.02, 1e-4  # a frozen frame changes less than 2 % of what is u
 _RAIL, _RAIL_SHARE, _RAIL_RUN = 0.999, 1e-3, 3  # full scale; a share of samples; that follow one another
 _SILENT = 1e-4  # root mean square; -80 dB of full scale
 _WHITE, _GRID = 0.3, 0.5  # cosines; 0.06 was seen for noise, 0.79 for a scene; 0.36 apart over fine checks
+_UNRELATED = 1.8  # times the cosine of unrelated cells
 _SWAP_DB = 10.0
 _SHIFT = 0.5  # frames
 _STEP = 3.0  # across a border, against the lines beside it
@@ -239,9 +240,10 @@ def _silence(case: _Case) -> Iterator[Finding]:
 @_new
 def _white(case: _Case) -> Iterator[Finding]:
     cosine = _cosine(case)
-    if cosine is None or _is_grid(cosine) or cosine.frames > _WHITE:
-        return  # a fine texture may be as unlike from cell to cell, but it stays from frame to frame
-    if cosine.mean < _WHITE:
+    if cosine is None or _is_grid(cosine) or cosine.mean >= _WHITE:
+        return
+    # A fine texture may be as unlike from cell to cell, but it stays from frame to frame and comes again further on.
+    if not cosine.frames > _WHITE or cosine.pairs < _UNRELATED:
         yield Finding("white_latents", "final video latents", cosine.mean, _WHITE)
 
 

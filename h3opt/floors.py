@@ -125,7 +125,7 @@ def choose_floors(names: Iterable[str], ulp: bool) -> list[str]:
 
     Args:
         names: of :data:`FLOORS`, in any order.
-        ulp: whether a pass may move bits, which is judged by that floor; without one it is left out.
+        ulp: whether a pass may move bits, which is judged by that floor, asked for or not.
 
     Raises:
         PassOptionError: there is no such floor.
@@ -138,7 +138,7 @@ def choose_floors(names: Iterable[str], ulp: bool) -> list[str]:
             raise PassOptionError(
                 f"There is no floor called {name!r}{nearest(str(name), FLOORS)}. Use {', '.join(FLOORS)}."
             )
-    return [name for name in FLOORS if (ulp if name == "ulp" else name in asked)]
+    return [name for name in FLOORS if name in asked or (ulp and name == "ulp")]
 
 
 def generations(names: Sequence[str], clips: Sequence[GenerationSettings]) -> int:

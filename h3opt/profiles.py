@@ -30,7 +30,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 from pydantic_core import PydanticCustomError
 
-from h3opt.errors import DeviceError, ProfileError, nearest
+from h3opt.errors import DeviceError, PassOptionError, ProfileError, UnknownPassError, nearest
 
 __all__ = [
     "Condition",
@@ -53,13 +53,17 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> Profile:
     `name_or_path`: the name of a shipped profile ("h200"), or a YAML file. A string is a path when it holds a
     path separator or ends in .yaml or .yml; an `os.PathLike` always is.
 
-    Raises `ProfileError` when there is no such profile, when the file cannot be read, and for everything
-    `parse_profile` refuses.
+    Raises `ProfileError` when there is no such profile, when the file cannot be read, for everything
+    `parse_profile` refuses, and for options that a pass refuses. A row of a pass that is not installed is let
+    through: it may be meant for another machine, and `optimize` refuses it where it is picked.
     """
     if isinstance(name_or_path, str) and not _looks_like_path(name_or_path):
-        return _load_shipped(name_or_path)
-    path = Path(name_or_path)
-    return parse_profile(_read_file(path), _printable(str(path)))
+        profile = _load_shipped(name_or_path)
+    else:
+        path = Path(name_or_path)
+        profile = parse_profile(_read_file(path), _printable(str(path)))
+    _check_options(profile)
+    return profile
 
 
 def list_profiles() -> list[Profile]:
@@ -563,6 +567,18 @@ def _decode(data: bytes, path: str) -> str:
         raise ProfileError(
             f"{path}:{line}: byte 0x{data[error.start]:02x} is not UTF-8 text. Save the file as UTF-8."
         ) from None
+
+
+def _check_options(profile: Profile) -> None:
+    from h3opt.registry import make_pass  # imports every pass; reading a profile alone needs none
+
+    for row in profile.passes:
+        try:
+            make_pass(row.name, row.options)
+        except UnknownPassError:
+            continue
+        except PassOptionError as error:
+            raise ProfileError(f"{profile.locate(row)}: {error}") from error
 
 
 def _trust(profile: Profile) -> tuple[int, str]:

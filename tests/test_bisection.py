@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 import h3opt
 from h3opt.bisection import Culprit
-from h3opt.errors import CheckpointError, PipelineError
+from h3opt.components import PipelineView
+from h3opt.errors import CheckpointError, DeviceError, PipelineError
 from h3opt.evidence import Evidence, check_folder, flatten, read_evidence, replay, write_evidence
 from h3opt.generation import GenerationSettings
 from h3opt.kernels import ops
@@ -62,7 +63,7 @@ def culprit(broken: Any, name: str) -> Culprit:
     return found
 
 
-def no_pipe() -> Any:
+def no_pipe(*_: Any) -> Any:
     raise AssertionError("a site needs no pipeline")
 
 
@@ -121,7 +122,7 @@ def test_a_format_pass_is_traced_to_the_layer_and_replays_in_the_pipeline(broken
     found = culprit(broken, "fp8_linear")
     assert found.module == "transformer.transformer_blocks.0" and found.inputs_equal and found.alone
     assert found.site == "transformer.transformer_blocks.0.attn.to_q"
-    again = replay(broken.folder / "fp8_linear", lambda: broken.pipe)
+    again = replay(broken.folder / "fp8_linear", lambda *_: broken.pipe)
     assert again.moves and "elements differ" in again.now
     assert type(broken.pipe.transformer.transformer_blocks[0].attn.to_q).__name__ == "Linear", "nothing stays installed"
 
@@ -136,7 +137,17 @@ def test_what_was_kept_between_calls_is_said_to_move(broken):
 
 
 def evidence(**changed: Any) -> Evidence:
-    found = Evidence("fused_swiglu", {}, "site", "transformer.transformer_blocks.0", 2, [], "somewhere")
+    found = Evidence(
+        "fused_swiglu",
+        {},
+        "site",
+        "transformer.transformer_blocks.0",
+        2,
+        [],
+        "somewhere",
+        dtype=torch.float32,
+        device="cpu",
+    )
     found.inputs, found.arguments = flatten(((), {"x": torch.ones(2, 8), "dim": -1, "middle": 4, "end": 8}))
     found.expected, found.found = [torch.ones(2, 4)], [torch.zeros(2, 4)]
     for name, value in changed.items():
@@ -181,14 +192,66 @@ def spoil(folder: Path, how: str) -> None:
         index.write_text("[1]")
     elif how == "a tensor short":
         index.write_text(index.read_text().replace("kwargs.x", "kwargs.y"))
+    elif how == "without dtype":
+        index.write_text(index.read_text().replace('"dtype": "float32",', ""))
+    elif how == "no dtype":
+        index.write_text(index.read_text().replace('"float32"', '"nn"'))
+    elif how == "no device":
+        index.write_text(index.read_text().replace('"cpu"', '"gramophone"'))
 
 
-@pytest.mark.parametrize("how", ["missing", "truncated", "no json", "other json", "a tensor short"])
+HOW = ["missing", "truncated", "no json", "other json", "a tensor short", "without dtype", "no dtype", "no device"]
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_evidence_that_cannot_be_read_is_an_error_of_ours(how, tmp_path):
     write_evidence(tmp_path / "e", evidence())
     spoil(tmp_path / "e", how)
     with pytest.raises(CheckpointError, match="Give a folder that `h3opt verify` wrote"):
         replay(tmp_path / "e", no_pipe)
+
+
+def test_a_pipeline_tells_the_dtype_it_was_loaded_as(broken):
+    assert json.loads((broken.folder / "fp8_linear" / "evidence.json").read_text())["dtype"] == "float32"
+    view = PipelineView.of(build("bfloat16"))
+    assert view.dtype is torch.bfloat16
+    with h3opt.optimize(view.pipe, ["fp8_linear"], "cpu"):
+        assert view.dtype is torch.bfloat16
+
+
+def test_a_replay_asks_for_the_pipeline_as_it_was_verified(tmp_path):
+    asked: list[Any] = []
+
+    def ask(*how: Any) -> Any:
+        asked.append(how)
+        raise InterruptedError
+
+    write_evidence(tmp_path / "e", evidence(kind="module", dtype=torch.bfloat16))
+    for device in (None, "meta"):
+        with pytest.raises(InterruptedError):
+            replay(tmp_path / "e", ask, device)
+    assert asked == [(torch.bfloat16, "cpu"), (torch.bfloat16, "meta")]
+
+
+def test_inputs_go_to_the_device_of_the_replay(tmp_path, monkeypatch):
+    seen: list[set[str]] = []
+
+    def compared(expected: Any, found: Any) -> str:
+        seen.append({tensor.device.type for tensor in (*expected, *found)})
+        return ""
+
+    write_evidence(tmp_path / "e", evidence())
+    monkeypatch.setattr("h3opt.evidence.compared", compared)
+    replay(tmp_path / "e", no_pipe, "meta")
+    assert {"meta"} in seen and {"cpu"} in seen, "what was saved stays where it is"
+
+
+def test_evidence_of_a_device_that_is_not_here_says_so_and_replays_on_another(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    write_evidence(tmp_path / "e", evidence(device="cuda"))
+    with pytest.raises(DeviceError, match="was found on cuda, which is not available here. Replay it where it is"):
+        replay(tmp_path / "e", no_pipe)
+    assert not replay(tmp_path / "e", no_pipe, "cpu").moves
 
 
 @pytest.mark.parametrize("changed", [{"module": "transformer.none"}, {"inputs": {"args.0": torch.ones(2, 3)}}])
@@ -197,12 +260,12 @@ def test_evidence_of_another_pipeline_is_said_to_be(changed, silent, tmp_path):
     layer = {"kind": "module", "name": "hoist_step_invariants", "module": "transformer.context_embedder"}
     found = evidence(**layer, inputs=inputs, arguments=arguments)
     write_evidence(tmp_path / "right", found)
-    assert not replay(tmp_path / "right", lambda: silent).moves
+    assert not replay(tmp_path / "right", lambda *_: silent).moves
     for name, value in changed.items():
         setattr(found, name, value)
     write_evidence(tmp_path / "wrong", found)
     with pytest.raises(CheckpointError, match="does not fit this pipeline"):
-        replay(tmp_path / "wrong", lambda: silent)
+        replay(tmp_path / "wrong", lambda *_: silent)
 
 
 def test_a_place_for_evidence_that_cannot_be_made_is_refused_before_the_work(silent, tmp_path):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from h3opt import cli, demo, quality, verification
+from h3opt.errors import DeviceError
 from h3opt.evidence import Evidence, flatten, write_evidence
 from h3opt.media import write_mp4
 from h3opt.profiles import list_profiles, load_profile, parse_profile
@@ -195,8 +197,9 @@ def test_a_bad_option_in_a_profile_is_named_by_file_and_line(
     options: str, says: str, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     file = profile(tmp_path / "mine.yaml", f"  - pass: fp8_linear\n    options: {options}\n")
-    message = refusal("verify", "--profile", file)
-    assert f"{file}:5: passes[0].options: " in message and says in message
+    for arguments in (("profiles", file), ("verify", "--profile", file)):
+        message = refusal(*arguments)
+        assert f"{file}:5: passes[0].options: " in message and says in message
 
 
 # ---------------------------------------------------------------------------------------------------------- models
@@ -299,6 +302,9 @@ def test_bench_refuses_before_it_builds_a_model(
 @pytest.mark.usefixtures("nothing_runs")
 def test_the_tiny_models_are_for_trying_the_decode_suite(refusal: Callable[..., str]) -> None:
     assert "Use --tiny with --suite decode" in refusal("bench", "--tiny")
+    assert "Use --trained with --suite decode" in refusal("bench", "--trained")
+    for options in (("--tiny", "--trained"), ("--trained", "--layers", 2)):
+        assert "Give one of them, or none" in refusal("bench", "--suite", "decode", *options)
 
 
 @pytest.mark.usefixtures("nothing_runs")
@@ -323,6 +329,25 @@ def test_the_decode_suite_can_be_tried_on_a_cpu(h3opt: Run, tmp_path: Path) -> N
     assert arms["video: + async_assembly"]["clip_lpips"] == {"grey": 0.0}
     assert arms["video: + async_assembly"]["differing"] == 0 and arms["audio: eager"]["milliseconds"] > 0
     assert "| video: eager |" in files[1].read_text() and files[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_trained_reference_shows_what_fp8_does_to_a_clip(
+    h3opt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from h3opt.generation import reference_pipeline
+
+    def silent(*how: Any) -> Any:
+        pipe = reference_pipeline(*how)
+        pipe.audio_vae.decode = lambda latents, *_, **__: (latents.new_zeros(2, 1, 8),)
+        return pipe
+
+    monkeypatch.setattr("h3opt.generation.reference_pipeline", silent)
+    write_mp4(tmp_path / "noise.mp4", torch.rand(22, 3, 64, 96), torch.zeros(2, 9), 32_000)
+    size = ("--canvas", "64x96x22", "--rounds", 1, "--peers", "", "--passes", "vae_fp8_linear", "--clips", tmp_path)
+    result = h3opt("bench", "--suite", "decode", "--trained", "--device", "cpu", *size, "--json", "-")
+    assert result.code == 0, result
+    arm = next(arm for arm in json.loads(result.out)["arms"] if arm["name"] == "video: + vae_fp8_linear")
+    assert 0 < arm["clip_lpips"]["noise"] < arm["clip_worst"]["noise"] < 0.05
 
 
 @pytest.mark.usefixtures("nothing_runs")
@@ -458,6 +483,88 @@ def test_ctrl_c_is_no_traceback(h3opt: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert h3opt("verify") == Result(130, "", "interrupted\n")
 
 
+# ------------------------------------------------------------------------------------------------------- collector
+
+
+@pytest.fixture
+def collector() -> Iterator[Callable[[], tuple[Any, ...]]]:
+    """The state of the garbage collector, which each test may change."""
+    enabled, threshold = gc.isenabled(), gc.get_threshold()
+    yield lambda: (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count())
+    gc.set_threshold(*threshold)
+    (gc.enable if enabled else gc.disable)()
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["collecting", "not collecting"])
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(("passes",), 0), ((), 2), (("passes", "--none"), 2), (("explain", "none"), 2), (("demo", "--out", "out"), 2),
+     (("verify", "--device", "cpu"), 130)],
+    ids=["success", "help", "usage", "error before a model", "error after thresholds changed", "interrupted"],
+)  # fmt: skip
+def test_the_collector_is_left_as_the_caller_had_it(
+    arguments: tuple[str, ...], code: int, enabled: bool, h3opt: Run, collector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside: list[tuple[bool, int]] = []
+
+    def stop(error: BaseException) -> Callable[..., Any]:
+        def work(*_: Any, **__: Any) -> None:
+            inside.append((gc.isenabled(), gc.get_threshold()[0]))
+            raise error
+
+        return work
+
+    monkeypatch.setattr(demo, "run_demo", stop(DeviceError("There is none. Get one.")))
+    monkeypatch.setattr("h3opt.generation.reference_pipeline", stop(KeyboardInterrupt()))
+    gc.set_threshold(701, 9, 8)
+    (gc.enable if enabled else gc.disable)()
+    before = collector()
+    assert h3opt(*arguments).code == code
+    assert collector() == before
+    assert inside == {("demo",): [(True, 50_000)], ("verify",): [(True, 701)]}.get(arguments[:1], []), (
+        "work is collected"
+    )
+
+
+def test_the_collector_is_left_as_it_was_by_a_crash_too(collector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("h3opt.generation.reference_pipeline", crash)
+    monkeypatch.setattr(sys, "argv", ["h3opt", "verify"])
+    before = collector()
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+    assert collector() == before
+
+
+def test_what_the_caller_froze_stays_frozen(h3opt: Run, collector: Any) -> None:
+    gc.freeze()
+    try:
+        assert h3opt("passes").code == 0 and gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_nothing_is_looked_through_once_more_at_exit_however_often_main_ran() -> None:
+    code = """
+import atexit, gc, sys
+from h3opt import cli
+
+freeze, calls = gc.freeze, []
+gc.freeze = lambda: (calls.append(1), freeze())
+atexit.register(lambda: print(len(calls), gc.get_freeze_count() > 0, file=sys.stderr))  # runs after main's
+sys.argv = ["h3opt"]
+for _ in range(2):
+    try:
+        cli.main()
+    except SystemExit:
+        assert not calls and not gc.get_freeze_count()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and ended.stderr.splitlines()[-1] == "1 True", ended
+
+
 # ----------------------------------------------------------------------------------------------------------- lists
 
 
@@ -585,7 +692,8 @@ def test_run_without_passes_prints_json_alone(h3opt: Run, saved: Path, tmp_path:
 @pytest.mark.usefixtures("nothing_runs")
 def test_evidence_replays_with_one_command(h3opt: Run, refusal: Callable[..., str], tmp_path: Path) -> None:
     x = torch.randn(2, 8)
-    found = Evidence("fused_swiglu", {}, "site", "transformer.transformer_blocks.0", 3, [], "ff.net.0")
+    block = "transformer.transformer_blocks.0"
+    found = Evidence("fused_swiglu", {}, "site", block, 3, [], "ff.net.0", dtype=torch.float32, device="cpu")
     found.inputs, found.arguments = flatten(((), {"x": x, "dim": -1, "middle": 4, "end": 8}))
     found.expected, found.found = [torch.ones(2, 4)], [torch.zeros(2, 4)]
     write_evidence(tmp_path / "e", found)
@@ -594,6 +702,24 @@ def test_evidence_replays_with_one_command(h3opt: Run, refusal: Callable[..., st
     result = h3opt("replay", tmp_path / "e", "--json", "-")
     assert json.loads(result.out)["moves"] is False and result.code == 0
     assert "holds no evidence" in refusal("replay", tmp_path)
+
+
+def test_evidence_replays_in_the_dtype_it_was_verified_with(
+    h3opt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def pipeline(*how: Any) -> Any:
+        asked.append(how)
+        raise DeviceError("No more is needed. Stop.")
+
+    monkeypatch.setattr("h3opt.generation.reference_pipeline", pipeline)
+    found = Evidence("fused_swiglu", {}, "module", "transformer", 0, [], dtype=torch.float16, device="cpu")
+    found.inputs, found.arguments = flatten(((), {}))
+    write_evidence(tmp_path / "e", found)
+    refusal("replay", tmp_path / "e")
+    refusal("replay", tmp_path / "e", "--dtype", "float32")
+    assert asked == [(torch.float16, "cpu"), (torch.float32, "cpu")]
 
 
 # --------------------------------------------------------------------------------------------------- verify, demo

@@ -15,7 +15,7 @@ from h3opt.components import PipelineView
 from h3opt.errors import PipelineError
 from h3opt.faults import FAULTS, find_faults, head_gains
 from h3opt.generation import GenerationSettings, Media, generate, reference_pipeline
-from h3opt.latents import LatentTrace, trace_latents
+from h3opt.latents import LatentTrace, adjacent_cell_cosine, trace_latents
 from h3opt.quality import bits_equal
 from h3opt.reference.scenes import all_scenes
 from h3opt.tile_seams import tile_borders
@@ -84,6 +84,17 @@ def test_a_clean_clip_raises_nothing(seed):
     heads = {"block 0": (torch.randn(40, 6, 16), torch.randn(40, 6, 16))}
     heads["block 0"] = (heads["block 0"][0], heads["block 0"][0] + 0.05 * heads["block 0"][1])
     assert find_faults(nearly, heads=heads) == []
+
+
+def test_a_still_fine_texture_is_no_noise():
+    latents = trace(0)
+    draw = torch.Generator().manual_seed(1)
+    dark, light = torch.randn(2, 24, 1, 1, 1, generator=draw)
+    at = torch.arange(16)[:, None] + torch.arange(24)
+    latents.final = torch.where(at % 2 == 0, dark, light)[None].repeat(1, 1, 10, 1, 1)
+    latents.final = latents.final + 0.3 * torch.randn(latents.final.shape, generator=draw)
+    assert adjacent_cell_cosine(latents.final).mean < 0.3, "neighbours are unlike"
+    assert find_faults(clip(0), latents=latents) == []
 
 
 SEEDS = range(20)
@@ -209,6 +220,17 @@ def white(latents):
     latents.final = torch.randn(latents.final.shape, generator=torch.Generator().manual_seed(1))
 
 
+def white_and_still(latents):
+    white(latents)
+    latents.final = latents.final[:, :, :1].expand_as(latents.final)
+
+
+def white_and_nearly_still(latents):
+    white_and_still(latents)
+    draw = torch.Generator().manual_seed(2)
+    latents.final = latents.final[:, :, :, :4, :6] + 0.5 * torch.randn(1, 24, 10, 4, 6, generator=draw)
+
+
 def patch_grid(latents):
     coarse = torch.randn(1, 24, 10, 8, 12, generator=torch.Generator().manual_seed(1))
     latents.final = coarse.repeat_interleave(2, 3).repeat_interleave(2, 4)
@@ -231,6 +253,8 @@ def heavy_tailed(latents):
     ("name", "edit"),
     [
         ("white_latents", white),
+        ("white_latents", white_and_still),
+        ("white_latents", white_and_nearly_still),
         ("patch_grid_latents", patch_grid),
         ("uniform_initial_noise", uniform),
         ("non_gaussian_initial_noise", heavy_tailed),

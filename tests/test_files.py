@@ -47,7 +47,17 @@ def test_an_interruption_leaves_the_old_file_and_no_other(kind, tmp_path, monkey
 
 
 def evidence(call: int) -> Evidence:
-    return Evidence("fused_swiglu", {}, "module", "transformer", call, [], arguments=[{"list": []}, {"dict": {}}])
+    return Evidence(
+        "fused_swiglu",
+        {},
+        "module",
+        "transformer",
+        call,
+        [],
+        arguments=[{"list": []}, {"dict": {}}],
+        dtype=torch.float32,
+        device="cpu",
+    )
 
 
 @pytest.mark.parametrize("stopped_in", ["h3opt.evidence.save_file", "pathlib.Path.write_text", "pathlib.Path.rename"])

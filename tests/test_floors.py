@@ -160,8 +160,17 @@ def test_compiling_moves_the_pipeline_and_leaves_nobody_elses_graphs_cold(silent
 
 def test_floors_are_measured_in_one_order_and_one_ulp_only_where_a_pass_may_move_bits():
     assert choose_floors(["seed", "compile", "ulp"], ulp=True) == ["ulp", "compile", "seed"]
-    assert choose_floors(["ulp", "seed"], ulp=False) == ["seed"]
+    assert choose_floors(["seed"], ulp=False) == ["seed"]
     assert choose_floors([], ulp=True) == ["ulp"], "Rounding is judged by it"
+    assert choose_floors(["seed", "ulp"], ulp=False) == ["ulp", "seed"], "what is asked for is measured"
+
+
+def test_one_ulp_is_measured_for_exact_passes_when_asked_and_only_then(silent):
+    asked = h3opt.verify(silent, None, ["norm_modulate"], "cpu", settings=CLIP, floors=["ulp"])
+    assert [floor.name for floor in asked.floors] == ["ulp"] and asked.held
+    assert asked.noise_floor is not None and not asked.noise_floor.equal
+    assert any("noise floor" in line for line in verdict_lines(asked))
+    assert h3opt.verify(silent, None, ["norm_modulate"], "cpu", settings=CLIP).floors == []
 
 
 def test_an_unknown_floor_brings_the_nearest(silent):

