@@ -28,7 +28,15 @@ def around(module: torch.nn.Module, wrapper: Wrapper, undo: ExitStack, innermost
         slot = _Slot(module, slot)
         set_compiled_call(module, slot)
     slot.wrappers.insert(0 if innermost else len(slot.wrappers), wrapper)
+    slot.innermost += [wrapper] * innermost
     undo.callback(slot.remove, wrapper)
+
+
+def observed(module: torch.nn.Module) -> bool:
+    """Whether its calls are seen by hooks or wrappers, other than the one next to it: none may be left out then."""
+    slot = getattr(module, "_compiled_call_impl", None)
+    wrapped = isinstance(slot, _Slot) and len(slot.wrappers) > len(slot.innermost)
+    return bool(wrapped or module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in module.__dict__)
 
 
 def writes(tensor: torch.Tensor) -> int | torch.Tensor:
@@ -52,6 +60,7 @@ class _Slot:
     def __init__(self, module: torch.nn.Module, compiled: Callable[..., Any] | None) -> None:
         self.module, self.compiled = module, compiled
         self.wrappers: list[Wrapper] = []
+        self.innermost: list[Wrapper] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(len(self.wrappers), args, kwargs)
@@ -65,5 +74,6 @@ class _Slot:
 
     def remove(self, wrapper: Wrapper) -> None:
         self.wrappers.remove(wrapper)
+        self.innermost = [one for one in self.innermost if one is not wrapper]
         if not self.wrappers and getattr(self.module, "_compiled_call_impl", None) is self:
             set_compiled_call(self.module, self.compiled)

@@ -8,13 +8,15 @@ bits of the eager module, which is why passes rewrite here and not after decompo
 
 from __future__ import annotations
 
+import gc
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.fx import GraphModule
@@ -98,6 +100,8 @@ class CapturedGraph:
 
     def __call__(self, *args: Any) -> Any:
         self.calls += 1
+        if (noted := _noted.get()) is not None:
+            noted.append(self)
         self.modules.add(self.region.running)
         if self.region.listener is not None:
             self.region.listener(self, args)
@@ -108,6 +112,19 @@ class CapturedGraph:
         if key not in self._executables:
             self._executables[key] = self._planner.build(self)
         return self._executables[key]
+
+
+_noted: ContextVar[list[CapturedGraph] | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[list[CapturedGraph]]:
+    """Lists the captured graphs that run in the body, once for each call."""
+    token = _noted.set([])
+    try:
+        yield cast(list[CapturedGraph], _noted.get())
+    finally:
+        _noted.reset(token)
 
 
 def retrace(graph: GraphModule) -> GraphModule:
@@ -160,6 +177,9 @@ class _Entry:
                     private.mark_dynamic(tensor, dims[name])
         self._region.running = id(self._module)
         try:
+            if not self._region.captured:
+                with _collector_paused():
+                    return self._compiled(self._module, args, kwargs)
             return self._compiled(self._module, args, kwargs)
         except H3OptError as error:
             self._planner.failed(error)
@@ -178,6 +198,18 @@ class _Entry:
             )
             self._planner.failed(refusal)
             raise refusal from failure
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """For a region's first call: tracing makes objects by the million, and collections would find none to free."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 class _Held:

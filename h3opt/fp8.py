@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from h3opt.device import to_host
 from h3opt.kernels import ops
 from h3opt.protocol import FormatPass
 
@@ -87,7 +88,7 @@ class FP8BlocksPass(FormatPass):
             if view.restorable:
                 undo.callback(_put_back, parent, name, original, device)
                 if device.type != "cpu":  # the weight alone: the bias is in use
-                    original.weight.data = original.weight.data.to("cpu")
+                    original.weight.data = to_host(original.weight.data)
         return count
 
     def convert(self, linear: torch.nn.Linear) -> FP8Linear:

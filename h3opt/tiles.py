@@ -51,6 +51,20 @@ class Lane:
         """Called once all has been handed over, or something failed: what comes now comes after every merge."""
 
 
+class Calls:
+    """How a batch of tiles goes through the model: by calling it.
+
+    Attributes:
+        kept: finished batches that it keeps besides those being merged.
+    """
+
+    kept = 0
+
+    def run(self, model: Callable[[torch.Tensor], torch.Tensor], tiles: torch.Tensor, what: str) -> torch.Tensor:
+        """``model(tiles)``; ``what`` is ``"decode"`` or ``"encode"``."""
+        return model(tiles)
+
+
 @dataclass(frozen=True)
 class Choices:
     """What passes may choose; ``None`` leaves it as the model has it.
@@ -61,6 +75,7 @@ class Choices:
         memory_budget: bytes that a decode or encode may add to weights and input; batches are made to fit.
         blends: makes the :class:`Blends` of one decode.
         lane: where merging runs.
+        calls: how batches go through the model.
     """
 
     tile: tuple[int, int, int] | None = None
@@ -68,6 +83,7 @@ class Choices:
     memory_budget: int | None = None
     blends: Callable[[Any], Blends] | None = None
     lane: Lane | None = None
+    calls: Calls | None = None
 
     def joined(self, other: Choices) -> Choices:
         """These, and those of ``other`` where it makes one."""
@@ -134,7 +150,7 @@ class TileScheduler:
     def run(self, plan: TilePlan, source: torch.Tensor, model: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Cut ``source`` as planned, send it through ``model`` and merge what comes back."""
         chosen = _all(self.choices)
-        lane = chosen.lane or Lane()
+        lane, calls = chosen.lane or Lane(), chosen.calls or Calls()
         video = _Video(plan, (chosen.blends or Blends)(self.vae))
         if plan.clips.padding:
             last = source[:, :, -1:].repeat(1, 1, plan.clips.padding, 1, 1)
@@ -142,7 +158,7 @@ class TileScheduler:
         try:
             for batch in plan.batches:
                 tiles = [source[plan.region(tile)] for tile in batch]
-                done = model(tiles[0] if len(tiles) == 1 else torch.cat(tiles))
+                done = calls.run(model, tiles[0] if len(tiles) == 1 else torch.cat(tiles), plan.what)
                 video.allocate(done)
                 parts = done.split(source.shape[0])
                 lane.run(lambda batch=batch, parts=parts: video.merge(batch, parts), done.device)  # type: ignore[misc]
@@ -234,6 +250,7 @@ class TilePlan:
         tile_bytes: of one finished tile.
         result_bytes: of the finished video or latents.
         budget: bytes that the decode is held to, if it is.
+        kept: finished batches that stay besides those being merged.
     """
 
     what: str
@@ -246,6 +263,7 @@ class TilePlan:
     result_bytes: int
     batch: int = 1
     budget: int | None = None
+    kept: int = 0
 
     @property
     def tiles(self) -> list[Tile]:
@@ -281,10 +299,11 @@ class TilePlan:
     def in_flight(self, batch: int) -> int:
         """Bytes needed besides the result: activations of a batch, and finished tiles that wait or are being merged.
 
-        Waiting are a row of tiles and one more, for their neighbours below and to the right; the batch that merges
-        and the one that runs hold theirs. Blending takes a copy of a tile, and two products and a sum of no more.
+        Waiting are a row of tiles and one more, for their neighbours below and to the right; the batch that merges,
+        the one that runs and those kept hold theirs. Blending takes a copy of a tile, and two products and a sum of
+        no more.
         """
-        waiting = len(self.columns.sources) + 1 + 2 * batch
+        waiting = len(self.columns.sources) + 1 + (2 + self.kept) * batch
         return batch * self.activation_bytes + (waiting + 4) * self.tile_bytes
 
     def peak(self, batch: int) -> int:
@@ -500,6 +519,7 @@ def _all(choices: Sequence[Choices]) -> Choices:
 
 
 def _batched(plan: TilePlan, chosen: Choices) -> TilePlan:
+    plan = dataclasses.replace(plan, kept=(chosen.calls or Calls()).kept)
     budget, most = chosen.memory_budget, (chosen.max_tiles or 1) if plan.equal else 1
     sizes = [size for size in range(1, most + 1) if budget is None or plan.peak(size) <= budget]
     if not sizes:

@@ -11,7 +11,7 @@ import torch
 from torch.func import functional_call
 
 from h3opt.calls import ambient, around, unwritten, writes
-from h3opt.device import Device
+from h3opt.device import Device, to_host
 from h3opt.errors import PipelineError
 from h3opt.promises import Exact
 from h3opt.protocol import Mutant, No, SchedulePass, Yes
@@ -71,7 +71,8 @@ class ModulationTable(SchedulePass):
         tables = self.tables(view.transformer)
         for block, projection in zip(view.transformer.transformer_blocks, tables.projections, strict=True):
             undo.callback(setattr, block, "adaln_proj", projection.to(tables.device))
-            projection.to("cpu")
+            for weight in projection.parameters():
+                weight.data = to_host(weight.data)
             block.adaln_proj = TableRows(tables.blank)
         undo.callback(tables.return_weights)
         around(view.transformer, tables.select, undo)

@@ -13,8 +13,9 @@ import torch
 import h3opt
 from h3opt.calls import around
 from h3opt.components import PipelineView
-from h3opt.device import Device
-from h3opt.kernels import attention
+from h3opt.device import Device, to_host
+from h3opt.errors import DeviceError
+from h3opt.kernels import attention, kernel_names
 from h3opt.quality import bits_equal, lpips_per_frame, relative_error
 from h3opt.reference import CANVASES, full_vae, tiny_call, tiny_pipeline
 from h3opt.registry import make_pass
@@ -95,7 +96,8 @@ def delayed(vae: Any, cycles: tuple[int, int], seed: int) -> Iterator[set[int]]:
     from h3opt.passes.memory_query_reuse import ReusedBuffers
 
     with ExitStack() as undo, pytest.MonkeyPatch.context() as patch:
-        around(vae.decoder, slow_decoder, undo)
+        if cycles[0]:
+            around(vae.decoder, slow_decoder, undo)
         reused = ReusedBuffers.own
         patch.setattr(Blends, "own", slow(Blends.own))
         patch.setattr(ReusedBuffers, "own", slow(reused))
@@ -190,6 +192,97 @@ def test_reused_buffers_ask_the_allocator_less(vae: Any) -> None:
     assert requests(EXACT[2]) < requests(EXACT[0])
 
 
+# --- recorded and replayed -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each replay of a CUDA graph so far; every one comes late."""
+    from h3opt.passes.tile_graph import CudaRecording
+
+    found: list[int] = []
+    replay = CudaRecording.replay
+
+    def late(self: Any, tiles: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(2_000_000)
+        found.append(len(tiles))
+        return replay(self, tiles)
+
+    monkeypatch.setattr(CudaRecording, "replay", late)
+    return found
+
+
+@pytest.mark.parametrize("delays", ["none", "slow merge"])
+@pytest.mark.parametrize("frames", [12, 15])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("passes", [["tile_graph"], ["tile_graph", *EXACT[-1]]], ids="+".join)
+def test_replayed_the_bits_are_the_unmodified_ones(
+    passes: list[str], size: str, frames: int, delays: str, vae: Any, replays: list[int]
+) -> None:
+    videos = [latents(SIZES[size], frames) * sign for sign in (1, -1)]
+    expected = [decode(vae, z) for z in videos]
+    with passes_on(vae, passes):
+        for run in range(2):
+            with delayed(vae, DELAYS[delays], seed=run):
+                found = [decode(vae, z) for z in videos]
+            assert all(map(bits_equal, expected, found)), f"run {run}"
+    assert replays
+    assert bits_equal(expected[0], decode(vae, videos[0]))
+
+
+def test_replays_of_rewritten_blocks_are_counted_and_seen_by_the_profiler(vae: Any, replays: list[int]) -> None:
+    z, passes = latents(SIZES["tiled both ways"], 12), ["fused_swiglu", "vae_fused_qkv", "tile_batch"]
+    with h3opt.optimize(vae, passes, "h200"):
+        expected = decode(vae, z)
+    with h3opt.optimize(vae, [*passes, "tile_graph"], "h200") as opt:
+        for _ in range(2):
+            decode(vae, z)
+        before, replayed = opt._session.operators_run(), len(replays)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            assert bits_equal(expected, decode(vae, z))
+            torch.cuda.synchronize()
+        counted = opt._session.operators_run() - before
+    seen = {event.key: event.count for event in profile.key_averages()}
+    assert len(replays) > replayed and set(counted) == {"swiglu", "unweighted_norm_rope"}
+    assert {name: seen.get(kernel_names[name]) for name in counted} == dict(counted)
+
+
+def test_moved_weights_are_recorded_anew(vae: Any, replays: list[int]) -> None:
+    z = latents(SIZES["tiled both ways"], 12)
+    expected = decode(vae, z)
+    with passes_on(vae, ["tile_graph"]):
+        decode(vae, z)
+        for weight in vae.decoder.parameters():
+            weight.data = weight.data.clone()
+        torch.cuda.empty_cache()
+        rubbish = [torch.full_like(weight, float("nan")) for weight in vae.decoder.parameters()]
+        before = len(replays)
+        assert bits_equal(expected, decode(vae, z)) and len(replays) > before
+        del rubbish
+
+
+def test_a_decoder_that_cannot_be_recorded_is_an_error_that_says_so(vae: Any) -> None:
+    z = latents(SIZES["tiled both ways"], 12)
+    expected, forward = decode(vae, z), vae.decoder.forward
+    with passes_on(vae, ["tile_graph", "async_assembly"]):
+        vae.decoder.forward = lambda *args, **kwargs: forward(*args, **kwargs) * int(args[0].isfinite().all())
+        try:
+            with pytest.raises(DeviceError, match=r"cannot be recorded as a CUDA graph: .* Turn tile_graph off"):
+                decode(vae, z)
+        finally:
+            del vae.decoder.forward
+        torch.cuda.synchronize()
+    assert bits_equal(expected, decode(vae, z))
+    with passes_on(vae, ["tile_graph", "async_assembly"]):
+        assert bits_equal(expected, decode(vae, z))
+
+
+def test_weights_sent_to_the_host_come_back_as_they_were() -> None:
+    weight = torch.randn(300, 70, device="cuda").t()
+    there = to_host(weight)
+    assert there.device.type == "cpu" and there.stride() == weight.stride() and torch.equal(there.cuda(), weight)
+
+
 # --- real geometry, two layers of the decoder ------------------------------------------------------------------
 
 
@@ -215,11 +308,16 @@ def test_at_real_geometry_exact_passes_give_the_unmodified_bits(
             assert comparison, str(comparison)
 
 
+@pytest.mark.parametrize("graphed", [[], ["tile_graph"]], ids=["called", "replayed"])
 @pytest.mark.parametrize("tiles", [1, 4, 8])
-def test_a_decode_stays_within_its_budget(tiles: int, released: Any, real_latents: torch.Tensor) -> None:
-    budget = plan_decode(released, real_latents.shape, [Choices(max_tiles=tiles)]).peak(tiles)
+def test_a_decode_stays_within_its_budget(
+    tiles: int, graphed: list[str], released: Any, real_latents: torch.Tensor
+) -> None:
+    calls = make_pass("tile_graph").calls(released) if graphed else None  # type: ignore[attr-defined]
+    budget = plan_decode(released, real_latents.shape, [Choices(max_tiles=tiles, calls=calls)]).peak(tiles)
+    passes = ["tile_batch", "async_assembly", *graphed]
     with (
-        passes_on(released, ["tile_batch", "async_assembly"], tile_batch={"max_tiles": 8, "memory_budget": budget}),
+        passes_on(released, passes, tile_batch={"max_tiles": 8, "memory_budget": budget}),
         torch.no_grad(),
     ):
         released.decode(real_latents, return_dict=False)  # workspaces of libraries are allocated once

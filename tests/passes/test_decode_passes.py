@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -12,19 +12,23 @@ import torch
 from diffusers import AutoencoderKLMiniMaxH3
 
 import h3opt
+from h3opt.calls import around
 from h3opt.components import PipelineView
 from h3opt.errors import H3OptError, MemoryBudgetError, PassOptionError, PipelineError
 from h3opt.fp8 import PROJECTIONS, FP8Linear
 from h3opt.generation import GenerationSettings, generate
 from h3opt.passes.async_assembly import SideStream
 from h3opt.passes.tile_geometry import parse_tile
+from h3opt.passes.tile_graph import Recording, Replayed
 from h3opt.quality import bits_equal, lpips_per_frame
 from h3opt.reference.random_weights import cast_as_loaded, fill_random
 from h3opt.reference.tiny import VAE_CONFIG
 from h3opt.registry import make_pass
+from h3opt.tiles import Choices, plan_decode, schedule_tiles
 
 CANVASES = {"one tile": (4, 4), "tiled one way": (4, 9), "tiled both ways": (5, 9)}
-EXACT = [["async_assembly"], ["memory_query_reuse"], ["async_assembly", "memory_query_reuse"]]
+EXACT = [["async_assembly"], ["memory_query_reuse"], ["tile_graph"]]
+EXACT.append([name for (name,) in EXACT])
 
 
 def build(dtype: torch.dtype) -> Any:
@@ -230,6 +234,73 @@ def test_reused_buffers_compute_the_weights_once_however_long_the_video(vaes: Va
 
     assert blends(["memory_query_reuse"], 7) < blends(["memory_query_reuse"], 12) == blends(["memory_query_reuse"], 22)
     assert blends([], 12) < blends([], 22), "the decoder itself computes them for every border"
+
+
+class Counted(Replayed):
+    """Says how often it recorded."""
+
+    recorded = 0
+
+    def record(self, model: Any, tiles: torch.Tensor) -> Recording:
+        self.recorded += 1
+        return super().record(model, tiles)
+
+
+@contextmanager
+def counting(vae: Any) -> Iterator[Counted]:
+    with ExitStack() as undo:
+        calls = Counted(vae)
+        schedule_tiles(vae, Choices(calls=calls), undo)
+        yield calls
+
+
+def test_a_shape_is_recorded_once_until_a_weight_lies_elsewhere(vaes: Vaes) -> None:
+    vae, z = vaes.vaes[torch.float32], latents("tiled one way", 12)
+    with counting(vae) as calls:
+        for _ in range(2):
+            decode(vae, z)
+        assert calls.recorded == 1
+        decode(vae, z[..., :2])
+        assert calls.recorded == 2, "another shape"
+        weight = vae.decoder.proj_out.weight
+        weight.data = weight.data.clone()
+        decode(vae, z)
+        assert calls.recorded == 3
+        with torch.inference_mode():
+            decode(vae, z)
+        assert calls.recorded == 4
+
+
+def test_who_listens_to_the_decoder_hears_every_call(vaes: Vaes) -> None:
+    vae, z, heard = vaes.vaes[torch.float32], latents("tiled one way", 12), []
+    block = vae.decoder.transformer_blocks[0]
+    with counting(vae) as calls, ExitStack() as undo:
+        decode(vae, z)
+        hook = block.register_forward_hook(lambda *_: heard.append("hook"))
+        decode(vae, z)
+        hook.remove()
+        around(block, lambda proceed, *args, **kwargs: heard.append("wrapper") or proceed(*args, **kwargs), undo)
+        decode(vae, z)
+        block._hf_hook = "offloads"
+        undo.callback(delattr, block, "_hf_hook")
+        decode(vae, z)
+        assert calls.recorded == 1
+    tiles = heard.count("hook")
+    assert tiles > 2 and heard == ["hook"] * tiles + ["wrapper"] * 2 * tiles
+
+
+def test_with_gradients_nothing_is_recorded(vaes: Vaes) -> None:
+    vae = vaes.vaes[torch.float32]
+    with counting(vae) as calls, torch.enable_grad():
+        for _ in range(2):
+            vae.decode(latents("tiled one way", 7), return_dict=False)
+    assert calls.recorded == 0
+
+
+def test_what_recordings_keep_counts_towards_the_budget(vaes: Vaes) -> None:
+    vae, shape = vaes.vaes[torch.float32], latents("tiled both ways", 12).shape
+    called, replayed = (plan_decode(vae, shape, [Choices(calls=calls)]) for calls in (None, Replayed(vae)))
+    assert replayed.peak(3) - called.peak(3) == 2 * 3 * called.tile_bytes
 
 
 def test_a_budget_too_small_says_the_least_and_leaves_the_pipeline_usable(silent: Any) -> None:

@@ -1,0 +1,160 @@
+"""The video decoder's launches, recorded once for each shape of a batch of tiles and replayed for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from h3opt.calls import ambient, observed
+from h3opt.capture import CapturedGraph, noting
+from h3opt.device import Device
+from h3opt.errors import DeviceError
+from h3opt.promises import Exact
+from h3opt.protocol import Mutant, No, SchedulePass, Yes
+from h3opt.registry import register
+from h3opt.tiles import Calls, Choices, schedule_tiles
+
+if TYPE_CHECKING:
+    from h3opt.components import PipelineView
+
+Model = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Recording:
+    """A run of the decoder that can be repeated on other tiles. On a CPU: the run itself, from the same buffer."""
+
+    def __init__(self, model: Model, tiles: torch.Tensor) -> None:
+        self.model, self.given = model, tiles.clone()
+
+    def replay(self, tiles: torch.Tensor) -> torch.Tensor:
+        """What the decoder makes of ``tiles``, in memory of its own."""
+        self.given.copy_(tiles)
+        return self.model(self.given)
+
+
+class CudaRecording(Recording):
+    """A CUDA graph: one launch instead of hundreds, of the same kernels on the same weights."""
+
+    def __init__(self, model: Model, tiles: torch.Tensor, pool: Any) -> None:
+        super().__init__(model, tiles)
+        self.graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate meanwhile: it is none of this recording's business.
+        recording = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
+        try:
+            with noting() as self.calls, recording:
+                self.made = model(self.given)
+        except RuntimeError as error:
+            raise DeviceError(
+                f"The video decoder cannot be recorded as a CUDA graph: {error}. Turn tile_graph off."
+            ) from error
+        self.count(-1)  # nothing has run yet
+
+    def replay(self, tiles: torch.Tensor) -> torch.Tensor:
+        self.given.copy_(tiles)
+        self.graph.replay()
+        self.count(1)
+        return self.made.clone()
+
+    def count(self, runs: int) -> None:
+        """Captured graphs know how often they ran; here they run without being called."""
+        captured: CapturedGraph
+        for captured in self.calls:
+            captured.calls += runs
+
+
+class Replayed(Calls):
+    """Runs a shape directly when it is new, records it the second time, and replays it from then on."""
+
+    kept = 2  # the sizes a decode's batches have
+
+    def __init__(self, vae: Any) -> None:
+        self.modules = [*vae.decoder.modules(), *vae.post_quant_conv.modules()]
+        self.known: dict[Any, Recording | None] = {}
+        self.made_with: Any = None
+        self.pool: Any = None
+
+    def run(self, model: Model, tiles: torch.Tensor, what: str) -> torch.Tensor:
+        if what != "decode" or torch.is_grad_enabled() or any(map(observed, self.modules)):
+            return model(tiles)
+        if self.made_with != (now := self.stamp(tiles.device)):
+            self.forget()
+            self.made_with = now
+        key = tiles.shape, tiles.dtype, tiles.device
+        if key not in self.known:  # what is compiled, probed and tuned on the way cannot be recorded
+            self.known[key] = None
+            return model(tiles)
+        if (recording := self.known[key]) is None:
+            recording = self.known[key] = self.record(model, tiles)
+        return recording.replay(tiles)
+
+    def record(self, model: Model, tiles: torch.Tensor) -> Recording:
+        """Graphs share their memory: each gives its result away before another runs."""
+        if tiles.device.type != "cuda":
+            return Recording(model, tiles)
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        return CudaRecording(model, tiles, self.pool)
+
+    def stamp(self, device: torch.device) -> tuple[Any, ...]:
+        """What a recording holds fast: where weights lie, which modules run, and how arithmetic is set."""
+        held = [tensor for one in self.modules for tensor in (*one._parameters.values(), *one._buffers.values())]
+        settings = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+        places = tuple(tensor.data_ptr() for tensor in held if tensor is not None)
+        return (*ambient(device), torch.is_inference_mode_enabled(), *settings, places)
+
+    def forget(self) -> None:
+        """Free all recordings."""
+        self.known.clear()
+        self.pool = None
+
+
+@register
+@dataclass(frozen=True)
+class TileGraph(SchedulePass):
+    """The decoder is launched tile by tile from a recording, at the pace of the GPU and not of the host's Python.
+
+    The kernels are those of the direct run, on the same operands in the same order. What a recording works in stays
+    reserved between decodes, as much as one batch needs. With gradients on, while anything listens to the decoder's
+    modules (hooks, offloading), and for encoding, the model is called as ever. On a CPU there is nothing to record.
+    """
+
+    name = "tile_graph"
+    promise = Exact()
+    happens_before = (
+        "A batch's tiles are in the recording's input before it is replayed.",
+        "A recording's result is copied out before the next replay.",
+    )
+
+    def applies(self, device: Device, view: PipelineView) -> Yes | No:
+        return Yes() if view.vae is not None else No("there is no video VAE")
+
+    def expect(self, view: PipelineView) -> int:
+        return 1
+
+    def install(self, view: PipelineView, undo: ExitStack) -> int:
+        calls = self.calls(view.vae)
+        undo.callback(calls.forget)
+        schedule_tiles(view.vae, Choices(calls=calls), undo)
+        return 1
+
+    def calls(self, vae: Any) -> Replayed:
+        """How the decoder is run."""
+        return Replayed(vae)
+
+    def mutants(self) -> Sequence[Mutant]:
+        return (Mutant("a replay sees the tiles of the recording", _Stuck()),)
+
+
+class _FirstTiles(Replayed):
+    def run(self, model: Model, tiles: torch.Tensor, what: str) -> torch.Tensor:
+        recording = self.known.get((tiles.shape, tiles.dtype, tiles.device))
+        return super().run(model, tiles if recording is None else recording.given.clone(), what)
+
+
+@dataclass(frozen=True)
+class _Stuck(TileGraph):
+    def calls(self, vae: Any) -> Replayed:
+        return _FirstTiles(vae)
