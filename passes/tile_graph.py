@@ -48,8 +48,9 @@ class CudaRecording(Recording):
             with noting() as self.calls, recording:
                 self.made = model(self.given)
         except RuntimeError as error:
+            why = str(error).partition("\n")[0].rstrip(".")
             raise DeviceError(
-                f"The video decoder cannot be recorded as a CUDA graph: {error}. Turn tile_graph off."
+                f"The video decoder cannot be recorded as a CUDA graph: {why}. Turn tile_graph off."
             ) from error
         self.count(-1)  # nothing has run yet
 
