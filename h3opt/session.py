@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from h3opt._torch_private import size_hint
+from h3opt.calls import around
 from h3opt.capture import CapturedGraph, Region
 from h3opt.components import PipelineView
 from h3opt.errors import H3OptError, PassFailedError, PassOptionError, PipelineError, ProfileError, nearest
@@ -230,6 +232,8 @@ class Session:
         """
         try:
             self._regions = self._regions or self.view.regions()
+            if self.view.transformer is not None:
+                around(self.view.transformer, _OneThread(), self._undo_modules)
             self._install_passes(passes)
             for region in self._regions:
                 self._undo_capture.callback(region.install(self))
@@ -398,6 +402,25 @@ class Session:
 
     def _applicable(self) -> tuple[Pass, ...]:
         return tuple(one for one in self.passes if one.name not in self._declined)
+
+
+class _OneThread:
+    """Around the transformer: passes keep the state of one generation."""
+
+    def __init__(self) -> None:
+        self.busy: int | None = None
+
+    def __call__(self, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.busy not in (None, threading.get_ident()):
+            raise PipelineError(
+                "Two threads are generating with one optimized pipeline. Let one wait for the other, or give each its "
+                "own pipeline."
+            )
+        self.busy, before = threading.get_ident(), self.busy
+        try:
+            return proceed(*args, **kwargs)
+        finally:
+            self.busy = before
 
 
 def _bytes(tensors: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -197,7 +198,7 @@ def test_optimizing_again_replaces_what_was_installed(silent, reference):
         assert_same_media(reference, generate(silent, CLIP))
         assert second.report["norm_modulate"].matched == 8
         first.restore()
-        assert second.active and silent.transformer._compiled_call_impl is None
+        assert second.active and len(silent.transformer._compiled_call_impl.wrappers) == 1, "the tables' is gone"
         assert silent.transformer.transformer_blocks[0]._compiled_call_impl is not None
         second.restore()
 
@@ -219,6 +220,29 @@ def test_two_pipelines_may_run_different_passes(silent, reference):
             assert_same_media(reference, generate(other, CLIP))
         assert "fused_swiglu" not in one.report and "residual_fold" not in two.report
         assert two.report["fused_swiglu"].matched == 9
+
+
+def test_a_second_thread_in_the_transformer_is_an_error_and_the_first_goes_on(silent, reference):
+    inside, go_on, found = threading.Event(), threading.Event(), []
+
+    def wait(*_: Any) -> None:
+        inside.set()
+        assert go_on.wait(60)
+
+    hook = silent.transformer.proj_in.register_forward_pre_hook(wait)
+    try:
+        with optimize(silent, ["norm_modulate"]) as opt:
+            first = threading.Thread(target=lambda: found.append(generate(silent, CLIP)))
+            first.start()
+            assert inside.wait(60)
+            with pytest.raises(PipelineError, match="Two threads are generating"):
+                generate(silent, CLIP)
+            go_on.set()
+            first.join()
+            assert opt.active
+    finally:
+        hook.remove()
+    assert_same_media(reference, found[0])
 
 
 def test_restoring_one_of_two_pipelines_leaves_the_other_optimized(silent):
