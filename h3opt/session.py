@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from h3opt._torch_private import size_hint
+from h3opt.calls import around
 from h3opt.capture import CapturedGraph, Region
 from h3opt.components import PipelineView
 from h3opt.errors import H3OptError, PassFailedError, PassOptionError, PipelineError, ProfileError, nearest
@@ -134,6 +135,8 @@ def prepare(
 def displaced(view: PipelineView, always_back: bool = False) -> Iterator[None]:
     """Take off what is installed on these components, and put it back if the body fails (or in any case).
 
+    Not where the body may have freed the weights that it would need: a note on the error says so.
+
     Raises:
         PipelineError: a component belongs to another optimized pipeline, or to one that cannot be restored.
     """
@@ -152,7 +155,7 @@ def displaced(view: PipelineView, always_back: bool = False) -> Iterator[None]:
         yield
         back = always_back
     finally:
-        if back:
+        if back and view.restorable:
             for session in earlier:
                 session.install(session.passes)
 
@@ -233,6 +236,8 @@ class Session:
             self._install_passes(passes)
             for region in self._regions:
                 self._undo_capture.callback(region.install(self))
+            for module in self.view.modules if not self._regions else ():
+                around(module, _Holder(self), self._undo_capture, innermost=True)
             self.installed = True
             for module in self.view.modules:
                 _active[module] = weakref.ref(self)
@@ -398,6 +403,16 @@ class Session:
 
     def _applicable(self) -> tuple[Pass, ...]:
         return tuple(one for one in self.passes if one.name not in self._declined)
+
+
+class _Holder:
+    """Keeps a session for as long as a module of which nothing is captured; captured ones keep theirs."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __call__(self, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return proceed(*args, **kwargs)
 
 
 def _bytes(tensors: Any) -> int:
