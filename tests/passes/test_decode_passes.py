@@ -395,7 +395,7 @@ def test_a_budget_too_small_says_the_least_and_leaves_the_pipeline_usable(silent
         assert bits_equal(expected.video, generate(silent, clip).video)
 
 
-@pytest.mark.parametrize("budget", [0, "0GiB", "", "-1GiB", "much", None])
+@pytest.mark.parametrize("budget", [0, "0GiB", "", "-1GiB", "much", None, "9" * 400 + "GiB"])
 def test_a_budget_of_nothing_is_refused(budget: Any) -> None:
     with pytest.raises(PassOptionError, match="positive number of bytes"):
         make_pass("tile_batch", {"memory_budget": budget})
@@ -492,3 +492,6 @@ def test_fp8_can_leave_layers_and_blocks_alone(vaes: Vaes) -> None:
         assert one.install(PipelineView(vae=vae), undo) == 1 == one.expect(PipelineView(vae=vae))  # type: ignore[attr-defined]
         changed = [name for name, module in vae.decoder.named_modules() if isinstance(module, FP8Linear)]
     assert changed == ["transformer_blocks.1.ff.net.2"]
+    one = make_pass("vae_fp8_linear", {"keep_first": 1, "keep_last": len(vae.decoder.transformer_blocks) + 1})
+    with ExitStack() as undo:
+        assert one.install(PipelineView(vae=vae), undo) == 0 == one.expect(PipelineView(vae=vae))  # type: ignore[attr-defined]
