@@ -146,6 +146,7 @@ def test_memory_of_a_tile_is_given_back_after_the_computing_stream_waits_for_its
     in_turn += ["tile 1 is free", "side waits for compute", "merge 3", "compute waits for side 2", "tile 2 is free"]
     assert stream_log == [*in_turn, "compute waits for side", "tile 3 is free"]
     assert len(lane.streams) == 1, "one stream for all decodes, as each has a memory pool of its own"
+    assert not copy.deepcopy(lane).streams
 
 
 def test_the_streams_join_when_a_merge_fails(stream_log: list[str]) -> None:
