@@ -10,6 +10,8 @@ import torch
 
 from h3opt._torch_private import module_call, set_compiled_call
 
+_REPLACED = {"forward", "_hf_hook"}
+
 Wrapper = Callable[..., Any]
 """Called as ``wrapper(proceed, *args, **kwargs)``; ``proceed(*args, **kwargs)`` goes on to the module."""
 
@@ -33,10 +35,14 @@ def around(module: torch.nn.Module, wrapper: Wrapper, undo: ExitStack, innermost
 
 
 def observed(module: torch.nn.Module) -> bool:
-    """Whether its calls are seen by hooks or wrappers, other than the one next to it: none may be left out then."""
+    """Whether its calls are seen by hooks or wrappers, other than the one next to it: none may be left out then.
+
+    Libraries that move or convert weights around a call (accelerate's and diffusers' hooks) put a forward of their own
+    on the module.
+    """
     slot = getattr(module, "_compiled_call_impl", None)
     wrapped = isinstance(slot, _Slot) and len(slot.wrappers) > len(slot.innermost)
-    return bool(wrapped or module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in module.__dict__)
+    return bool(wrapped or module._forward_hooks or module._forward_pre_hooks or module.__dict__.keys() & _REPLACED)
 
 
 def writes(tensor: torch.Tensor) -> int | torch.Tensor:

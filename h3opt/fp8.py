@@ -64,6 +64,8 @@ class FP8BlocksPass(FormatPass):
     keep_last: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.layers, str) or len(set(self.layers)) < len(tuple(self.layers)):
+            raise ValueError(f"layers must be a list that names each layer once, got {self.layers!r}")
         object.__setattr__(self, "layers", tuple(self.layers))
         unknown = [layer for layer in self.layers if layer not in PROJECTIONS]
         if unknown:
@@ -98,7 +100,7 @@ class FP8BlocksPass(FormatPass):
 
     def _sites(self, view: PipelineView) -> Iterator[tuple[Any, str]]:
         blocks = self.blocks(view)
-        for block in blocks[self.keep_first : len(blocks) - self.keep_last]:
+        for block in blocks[self.keep_first : max(len(blocks) - self.keep_last, 0)]:
             for layer in self.layers:
                 path, _, name = layer.rpartition(".")
                 parent = block.get_submodule(path)

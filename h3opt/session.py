@@ -136,6 +136,8 @@ def prepare(
 def displaced(view: PipelineView, always_back: bool = False) -> Iterator[None]:
     """Take off what is installed on these components, and put it back if the body fails (or in any case).
 
+    Not where the body may have freed the weights that it would need: a note on the error says so.
+
     Raises:
         PipelineError: a component belongs to another optimized pipeline, or to one that cannot be restored.
     """
@@ -154,7 +156,7 @@ def displaced(view: PipelineView, always_back: bool = False) -> Iterator[None]:
         yield
         back = always_back
     finally:
-        if back:
+        if back and view.restorable:
             for session in earlier:
                 session.install(session.passes)
 
@@ -237,6 +239,8 @@ class Session:
             self._install_passes(passes)
             for region in self._regions:
                 self._undo_capture.callback(region.install(self))
+            for module in self.view.modules if not self._regions else ():
+                around(module, _Holder(self), self._undo_capture, innermost=True)
             self.installed = True
             for module in self.view.modules:
                 _active[module] = weakref.ref(self)
@@ -421,6 +425,16 @@ class _OneThread:
             return proceed(*args, **kwargs)
         finally:
             self.busy = before
+
+
+class _Holder:
+    """Keeps a session for as long as a module of which nothing is captured; captured ones keep theirs."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __call__(self, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return proceed(*args, **kwargs)
 
 
 def _bytes(tensors: Any) -> int:

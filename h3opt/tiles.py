@@ -435,7 +435,8 @@ def memory_bytes(size: int | str) -> int:
     """
     text = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
     if text is not None and text[2].upper() in _UNITS:
-        found = int(float(text[1]) * _UNITS[text[2].upper()])
+        size_in_units = float(text[1])
+        found = int(size_in_units * _UNITS[text[2].upper()]) if size_in_units < 2**63 else 0
     else:
         found = size if isinstance(size, int) and not isinstance(size, bool) else 0
     if found < 1:

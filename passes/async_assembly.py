@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,9 @@ class SideStream(Lane):
         self.streams: dict[torch.device, torch.cuda.Stream] = {}  # one each: every stream has a memory pool
         self.held: deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = deque()
         self.computing: torch.cuda.Stream | None = None
+
+    def __reduce__(self) -> Any:
+        return type(self), ()  # streams and events cannot be copied with a model
 
     def run(self, merge: Callable[[], Sequence[torch.Tensor]], device: torch.device) -> None:
         if device.type != "cuda":

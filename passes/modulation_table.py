@@ -69,12 +69,12 @@ class ModulationTable(SchedulePass):
 
     def install(self, view: PipelineView, undo: ExitStack) -> int:
         tables = self.tables(view.transformer)
+        undo.callback(tables.return_weights)
         for block, projection in zip(view.transformer.transformer_blocks, tables.projections, strict=True):
             undo.callback(setattr, block, "adaln_proj", projection.to(tables.device))
             for weight in projection.parameters():
                 weight.data = to_host(weight.data)
             block.adaln_proj = TableRows(tables.blank)
-        undo.callback(tables.return_weights)
         around(view.transformer, tables.select, undo)
         view.after_step("MiniMaxH3SetTimestepsStep", tables.compute_schedule, undo)
         return len(tables.projections)
@@ -93,7 +93,7 @@ class Tables:
 
     transformer: Any
     steps: dict[int, tuple[torch.Tensor, int | torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
-    made: dict[tuple[torch.dtype, bytes], list[torch.Tensor]] = field(default_factory=dict)  # by the timestep's value
+    made: dict[tuple[torch.dtype, bytes], list[torch.Tensor]] = field(default_factory=dict)  # by the embedding's value
     made_with: tuple[Any, ...] = ()  # see stamp()
 
     def __post_init__(self) -> None:
@@ -117,8 +117,11 @@ class Tables:
         if self.made_with != self.stamp():
             self.made.clear()
             self.made_with = self.stamp()
-        spelled = [(timestep.dtype, bytes(timestep.cpu().view(torch.uint8).tolist())) for timestep in timesteps]
-        new = {key: timestep for key, timestep in zip(spelled, timesteps, strict=True) if key not in self.made}
+        # Not the timestep's value: an adapter in the embedder may have been set to another strength since.
+        with torch.no_grad():
+            embedded = [self._embed(timestep) for timestep in timesteps]
+        spelled = [(temb.dtype, temb.cpu().view(torch.uint8).numpy().tobytes()) for temb in embedded]
+        new = {key: temb for key, temb in zip(spelled, embedded, strict=True) if key not in self.made}
         self.made.update(self.compute(new) if new else {})
         for key, timestep in zip(spelled, timesteps, strict=True):
             self.made[key] = self.made.pop(key)  # the last ones used stay longest
@@ -128,11 +131,10 @@ class Tables:
         for step in list(self.steps)[: -max(KEPT, len(timesteps))]:
             del self.steps[step]
 
-    def compute(self, timesteps: dict[Any, torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
-        """The tables of all blocks for each of ``timesteps``; weights visit the GPU block by block."""
-        tables: dict[Any, list[torch.Tensor]] = {key: [] for key in timesteps}
+    def compute(self, embeddings: dict[Any, torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
+        """The tables of all blocks for each embedded timestep; weights visit the GPU block by block."""
+        tables: dict[Any, list[torch.Tensor]] = {key: [] for key in embeddings}
         with torch.no_grad():
-            embeddings = {key: self._embed(timestep) for key, timestep in timesteps.items()}
             for projection in self.projections:
                 visiting = {name: weight.to(self.device) for name, weight in projection.named_parameters()}
                 for key, temb in embeddings.items():

@@ -73,9 +73,11 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
 
-    def record_event(self) -> str:
-        self.events += 1
-        return f"{self.name} {self.events}"
+    def record_event(self, event: str | None = None) -> str:
+        self.events += event is None
+        if event is not None:
+            self.log.append(f"{self.name} records {event}")
+        return event or f"{self.name} {self.events}"
 
     def wait_event(self, event: str) -> None:
         self.log.append(f"{self.name} waits for {event}")

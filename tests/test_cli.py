@@ -191,6 +191,8 @@ def test_an_unknown_pass_in_a_profile_is_named_by_file_and_line(tmp_path: Path, 
         ("{keep_first: -1}", "must not be negative"),
         ("{keep_first: many}", "refuses its options"),
         ("{layers: [attn.to_v, attn.to_w]}", "'attn.to_w'"),
+        ("{layers: [attn.to_v, attn.to_v]}", "each layer once"),
+        ("{layers: attn.to_v}", "a list"),
     ],
 )
 def test_a_bad_option_in_a_profile_is_named_by_file_and_line(

@@ -261,16 +261,51 @@ def test_moved_weights_are_recorded_anew(vae: Any, replays: list[int]) -> None:
         del rubbish
 
 
-def test_a_decoder_that_cannot_be_recorded_is_an_error_that_says_so(vae: Any) -> None:
+def test_replays_on_different_streams_take_turns(vae: Any, replays: list[int]) -> None:
+    videos = [latents(SIZES["tiled both ways"], 12) * sign for sign in (1, -1)]
+    expected = [decode(vae, z) for z in videos]
+    streams = [torch.cuda.Stream() for _ in videos]
+    with passes_on(vae, ["tile_graph"]):
+        decode(vae, videos[0])
+        torch.cuda.synchronize()
+        found = []
+        for stream, z in zip(streams, videos, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(decode(vae, z))
+        torch.cuda.synchronize()
+    assert replays and all(map(bits_equal, expected, found))
+
+
+def test_under_autocast_it_decodes_as_unmodified_each_time(vae: Any) -> None:
     z = latents(SIZES["tiled both ways"], 12)
-    expected, forward = decode(vae, z), vae.decoder.forward
-    with passes_on(vae, ["tile_graph", "async_assembly"]):
-        vae.decoder.forward = lambda *args, **kwargs: forward(*args, **kwargs) * int(args[0].isfinite().all())
-        try:
-            with pytest.raises(DeviceError, match=r"cannot be recorded as a CUDA graph: .* Turn tile_graph off"):
-                decode(vae, z)
-        finally:
-            del vae.decoder.forward
+    with torch.autocast("cuda", torch.float16):
+        expected = decode(vae, z)
+    with passes_on(vae, ["tile_graph"]):
+        for _ in range(2):
+            with torch.autocast("cuda", torch.float16):
+                assert bits_equal(expected, decode(vae, z))
+            torch.cuda.empty_cache()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_decoder_on_another_device_than_the_current_one_is_recorded_there(replays: list[int]) -> None:
+    theirs = full_vae(decoder_num_layers=2).to("cuda:1")
+    videos = [latents(SIZES["tiled both ways"], 12).to("cuda:1") * sign for sign in (1, -1)]
+    expected = [decode(theirs, z) for z in videos]
+    with passes_on(theirs, ["tile_graph"]):
+        assert all(bits_equal(one, decode(theirs, z)) for one, z in zip(expected, videos, strict=True))
+    assert replays
+
+
+def test_a_decoder_that_cannot_be_recorded_is_an_error_that_says_so(vae: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    z, stream = latents(SIZES["tiled both ways"], 12), torch.cuda.current_stream()
+    expected, forward = decode(vae, z), type(vae.decoder).forward
+    with passes_on(vae, ["tile_graph", "async_assembly"]), monkeypatch.context() as patch:
+        waits = lambda self, x: forward(self, x) * int(x.isfinite().all())  # noqa: E731
+        patch.setattr(type(vae.decoder), "forward", waits)
+        with pytest.raises(DeviceError, match=r"cannot be recorded as a CUDA graph: .* Turn tile_graph off"):
+            decode(vae, z)
+        assert torch.cuda.current_stream() == stream
         torch.cuda.synchronize()
     assert bits_equal(expected, decode(vae, z))
     with passes_on(vae, ["tile_graph", "async_assembly"]):

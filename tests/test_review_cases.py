@@ -85,6 +85,21 @@ def test_tables_are_made_once_for_each_timestep_value_and_again_when_a_value_cha
 
 
 @torch.no_grad()
+def test_tables_follow_an_adapter_in_the_embedder_and_take_timesteps_of_any_layout(transformer, inputs):
+    strength, linear = {"adapter": 1.0}, transformer.time_embedder.linear_2
+    hook = linear.register_forward_hook(lambda module, args, result: result * strength["adapter"])
+    timesteps = [inputs["timestep"].repeat_interleave(2)[::2], inputs["timestep"].flatten()[:1].expand(4)]
+    expected = {}
+    for strength["adapter"] in (1.0, 0.5):
+        expected[strength["adapter"]] = [transformer(**inputs | {"timestep": timestep}) for timestep in timesteps]
+    with optimize(transformer, ["modulation_table"]):
+        for strength["adapter"], outputs in expected.items():
+            for timestep, output in zip(timesteps, outputs, strict=True):
+                assert same(output, transformer(**inputs | {"timestep": timestep.view_as(timestep)}))
+    hook.remove()
+
+
+@torch.no_grad()
 def test_a_copy_that_would_keep_one_steps_tables_is_refused(transformer):
     with optimize(transformer, ["modulation_table"]), pytest.raises(PipelineError, match="restore"):
         copy.deepcopy(transformer)

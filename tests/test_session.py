@@ -21,6 +21,7 @@ import h3opt
 from h3opt.errors import (
     H3OptError,
     PassConflictError,
+    PassFailedError,
     PassOptionError,
     PipelineError,
     ProfileError,
@@ -185,6 +186,22 @@ def test_without_restorable_an_error_says_that_weights_are_gone():
         optimize(pipe, ["fp8_linear", Marks(sites=0)], restorable=False)
     assert any("load the pipeline again" in note for note in caught.value.__notes__)
     assert optimize(pipe, []).active, "what is left can still be used"
+
+
+def test_without_restorable_an_error_is_not_hidden_by_that_of_the_passes_before():
+    pipe = build()
+    first = optimize(pipe, ["fp8_linear"])
+    with pytest.raises(PassFailedError, match="marks could not be installed") as caught:
+        optimize(pipe, ["fp8_linear", Marks(fails=True)], restorable=False)
+    assert any("load the pipeline again" in note for note in caught.value.__notes__) and not first.active
+
+
+def test_a_model_of_which_nothing_is_captured_keeps_what_is_on_it_when_the_handle_is_dropped(silent):
+    with untouched(silent):
+        optimize(silent.audio_vae, ["audio_direct_depthwise"])
+        gc.collect()
+        with optimize(silent.audio_vae, ["audio_direct_depthwise"]) as opt:
+            assert opt.report["audio_direct_depthwise"].matched == opt.report["audio_direct_depthwise"].expected > 0
 
 
 # --- one after the other, and side by side ---------------------------------------------------------------------

@@ -139,6 +139,19 @@ def test_quantize_rows(shape, **kind):
     assert differing(quantize.quantize_rows(x), cuda_order.quantize_rows(x)) == 0
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38, -6e4], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantize_sees_a_single_value_wherever_it_is(dtype, value):
+    places = [0, 1023, 1024, 2047, 2048, 2999]
+    x = values((len(places), 3000), dtype, 1, magnitude=1e-3)
+    x[range(len(places)), places] = value
+    assert differing(quantize.quantize_rows(x), cuda_order.quantize_rows(x)) == 0
+    heads = values((1, 20, 3, 64), dtype, 2, magnitude=1e-3)
+    heads[0, 9, 1, 33] = value
+    found, others = quantize.heads_amax(heads, 8), heads[:, :, ::2].float().abs().amax((0, 1, 3))
+    assert differing(found[::2], others) == 0 and differing(found[1], heads[0, 9, 1, 33].abs().float()) == 0
+
+
 def test_quantize_rounds_every_e4m3_tie_and_its_neighbours():
     codes = torch.arange(126, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = (codes + torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()) / 2

@@ -14,6 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from h3opt.kernels import DEFINITIONS, OPERATORS, kernel_names, ops
 from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs, values
 
+from . import cuda_order
+
 OPS = sorted(DEFINITIONS)
 FAMILIES = ("norm", "wide_norm", "quantize", "swiglu", "rope", "resample")
 
@@ -152,6 +154,13 @@ def test_a_nan_or_an_inf_stays_in_its_row(special):
     assert differing(scale_dirty[~touched], scale[~touched]) == 0
     rows = q_dirty[touched].float()
     assert rows.isnan().all() if special == "nan" else (rows[:, 0].isnan() & rows[:, 1].eq(0)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_quantize_as_the_order_of_cuda_spells_it_out(dtype):
+    for magnitude in (1e-3, 1.0, 1e4):
+        x = torch.randn(64, 1000, generator=torch.Generator().manual_seed(3)).mul(magnitude).to(dtype)
+        assert differing(ops.quantize_rows(x), cuda_order.quantize_rows(x)) == 0
 
 
 def test_a_row_of_zeros_quantizes_to_zeros():

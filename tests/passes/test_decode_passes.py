@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from h3opt.fp8 import PROJECTIONS, FP8Linear
 from h3opt.generation import GenerationSettings, generate
 from h3opt.passes.async_assembly import SideStream
 from h3opt.passes.tile_geometry import parse_tile
-from h3opt.passes.tile_graph import Recording, Replayed
+from h3opt.passes.tile_graph import CudaRecording, Recording, Replayed, Turns
 from h3opt.quality import bits_equal, lpips_per_frame
 from h3opt.reference.random_weights import cast_as_loaded, fill_random
 from h3opt.reference.tiny import VAE_CONFIG
@@ -145,6 +146,7 @@ def test_memory_of_a_tile_is_given_back_after_the_computing_stream_waits_for_its
     in_turn += ["tile 1 is free", "side waits for compute", "merge 3", "compute waits for side 2", "tile 2 is free"]
     assert stream_log == [*in_turn, "compute waits for side", "tile 3 is free"]
     assert len(lane.streams) == 1, "one stream for all decodes, as each has a memory pool of its own"
+    assert not copy.deepcopy(lane).streams
 
 
 def test_the_streams_join_when_a_merge_fails(stream_log: list[str]) -> None:
@@ -271,6 +273,77 @@ def test_a_shape_is_recorded_once_until_a_weight_lies_elsewhere(vaes: Vaes) -> N
         assert calls.recorded == 4
 
 
+def test_what_runs_is_recorded_anew_when_it_is_exchanged(vaes: Vaes) -> None:
+    vae, z = vaes.vaes[torch.float32], latents("tiled one way", 7)
+    first, attention = vae.decoder.proj_out, vae.decoder.transformer_blocks[0].attn
+    with counting(vae) as calls, ExitStack() as undo:
+        decode(vae, z)
+        undo.callback(setattr, vae.decoder, "proj_out", first)
+        vae.decoder.proj_out = torch.nn.Sequential(torch.nn.Identity(), first)
+        vae.decoder.proj_out.weight = first.weight
+        decode(vae, z)
+        assert calls.recorded == 2, "a module"
+        undo.callback(attention.set_processor, attention.processor)
+        attention.set_processor(type(attention.processor)())
+        decode(vae, z)
+        assert calls.recorded == 3, "an attention processor"
+        undo.callback(torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.flash_sdp_enabled())
+        torch.backends.cuda.enable_flash_sdp(not torch.backends.cuda.flash_sdp_enabled())
+        decode(vae, z)
+        assert calls.recorded == 4, "which attention kernels there are to choose from"
+
+
+def test_a_shape_whose_first_run_failed_is_not_recorded_before_it_ran(vaes: Vaes) -> None:
+    calls, tiles = Counted(vaes.vaes[torch.float32]), torch.zeros(1, 2)
+
+    def fail(tiles: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="out of memory"):
+            calls.run(fail, tiles, "decode")
+        calls.run(torch.clone, tiles, "decode")
+        assert calls.recorded == 0
+        calls.run(torch.clone, tiles, "decode")
+        assert calls.recorded == 1
+
+
+def test_a_cuda_recording_is_of_the_device_of_its_tiles_and_waits_for_replays_on_other_streams(
+    monkeypatch: pytest.MonkeyPatch, stream_log: list[str]
+) -> None:
+    class Graph:
+        def replay(self) -> None:
+            stream_log.append("replay")
+
+    def recording(graph: Graph, pool: int, stream: Any, capture_error_mode: str) -> Any:
+        stream_log.append(f"record on {stream.name} of {stream.device}")
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: "end")
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    turns, tiles = Turns(torch.device("cuda", 1)), torch.ones(2)
+    made = CudaRecording(lambda tiles: tiles, tiles, 7, turns)
+    assert made.replay(tiles * 3).tolist() == [3, 3]
+    assert stream_log == ["record on side of cuda:1", "compute waits for end", "replay", "compute records end"]
+
+
+def test_casts_that_autocast_keeps_are_not_recorded(vaes: Vaes) -> None:
+    with counting(vaes.vaes[torch.float32]) as calls, torch.autocast("cpu", torch.bfloat16):
+        decode(calls.vae, latents("tiled one way", 7))
+    assert calls.recorded == 0
+
+
+def test_a_copy_of_a_vae_makes_its_own_recordings(vaes: Vaes) -> None:
+    vae, z = vaes.vaes[torch.float32], latents("tiled one way", 7)
+    with counting(vae) as calls:
+        expected = decode(vae, z)
+        theirs = copy.deepcopy(vae)
+        copied = theirs._decode.__self__.choices[0].calls
+        assert any(calls.known.values()) and not copied.known and copied.vae is theirs
+        assert bits_equal(expected, decode(theirs, z))
+
+
 def test_who_listens_to_the_decoder_hears_every_call(vaes: Vaes) -> None:
     vae, z, heard = vaes.vaes[torch.float32], latents("tiled one way", 12), []
     block = vae.decoder.transformer_blocks[0]
@@ -285,6 +358,13 @@ def test_who_listens_to_the_decoder_hears_every_call(vaes: Vaes) -> None:
         undo.callback(delattr, block, "_hf_hook")
         decode(vae, z)
         assert calls.recorded == 1
+    with counting(vae) as calls, ExitStack() as undo:
+        for module in (vae, vae.post_quant_conv):  # as hooks that move or convert weights around a call do
+            module.forward = module.forward
+            undo.callback(delattr, module, "forward")
+            decode(vae, z)
+            undo.close()
+        assert calls.recorded == 0
     tiles = heard.count("hook")
     assert tiles > 2 and heard == ["hook"] * tiles + ["wrapper"] * 2 * tiles
 
@@ -316,7 +396,7 @@ def test_a_budget_too_small_says_the_least_and_leaves_the_pipeline_usable(silent
         assert bits_equal(expected.video, generate(silent, clip).video)
 
 
-@pytest.mark.parametrize("budget", [0, "0GiB", "", "-1GiB", "much", None])
+@pytest.mark.parametrize("budget", [0, "0GiB", "", "-1GiB", "much", None, "9" * 400 + "GiB"])
 def test_a_budget_of_nothing_is_refused(budget: Any) -> None:
     with pytest.raises(PassOptionError, match="positive number of bytes"):
         make_pass("tile_batch", {"memory_budget": budget})
@@ -413,3 +493,6 @@ def test_fp8_can_leave_layers_and_blocks_alone(vaes: Vaes) -> None:
         assert one.install(PipelineView(vae=vae), undo) == 1 == one.expect(PipelineView(vae=vae))  # type: ignore[attr-defined]
         changed = [name for name, module in vae.decoder.named_modules() if isinstance(module, FP8Linear)]
     assert changed == ["transformer_blocks.1.ff.net.2"]
+    one = make_pass("vae_fp8_linear", {"keep_first": 1, "keep_last": len(vae.decoder.transformer_blocks) + 1})
+    with ExitStack() as undo:
+        assert one.install(PipelineView(vae=vae), undo) == 0 == one.expect(PipelineView(vae=vae))  # type: ignore[attr-defined]
