@@ -20,10 +20,10 @@ from h3opt.fp8 import PROJECTIONS, FP8Linear
 from h3opt.generation import GenerationSettings, generate
 from h3opt.passes.async_assembly import SideStream
 from h3opt.passes.tile_geometry import parse_tile
-from h3opt.passes.tile_graph import CudaRecording, Recording, Replayed, Turns
 from h3opt.quality import bits_equal, lpips_per_frame
 from h3opt.reference.random_weights import cast_as_loaded, fill_random
 from h3opt.reference.tiny import VAE_CONFIG
+from h3opt.recording import CudaRecording, Recording, Replayed, Turns
 from h3opt.registry import make_pass
 from h3opt.tiles import Choices, plan_decode, schedule_tiles
 
@@ -291,6 +291,14 @@ def test_what_runs_is_recorded_anew_when_it_is_exchanged(vaes: Vaes) -> None:
         torch.backends.cuda.enable_flash_sdp(not torch.backends.cuda.flash_sdp_enabled())
         decode(vae, z)
         assert calls.recorded == 4, "which attention kernels there are to choose from"
+
+
+def test_recordings_of_another_canvas_make_way(vaes: Vaes) -> None:
+    vae = vaes.vaes[torch.float32]
+    with counting(vae) as calls:
+        for width in (2, 3, 4, 2):
+            decode(vae, latents("one tile", 12)[..., :width])
+        assert calls.recorded == 4 and len(calls.known) == 2
 
 
 def test_a_shape_whose_first_run_failed_is_not_recorded_before_it_ran(vaes: Vaes) -> None:
