@@ -252,6 +252,10 @@ def test_a_broken_promise_a_fault_and_nan_are_shown(tmp_path):
     assert worst["lpips"] is None and image(worst["optimized"]).getpixel((5, 5)) == (255, 0, 255)
 
 
+def test_one_fault_and_the_verdict_does_not_hold():
+    assert verdict(1).held and not verdict(1, faults=[(0, Finding("seam", "column 48", 12.7, 3))]).held
+
+
 def test_equal_clips_make_a_report_and_nothing_to_vote_on(tmp_path):
     same = verdict(1, pairs=[(clip(0), clip(0))], optimized=clip(0), all_passes=Difference(), traces=None)
     write_report(tmp_path / "r.html", same)
