@@ -188,6 +188,9 @@ def verify(
     asked = [name.strip() for name in floors.split(",") if name.strip()]
     choose_floors(asked, ulp=True)
     pages = [page for page in (report, blind) if page is not None]
+    written = [os.path.abspath(file) for file in (json, *pages) if file is not None]
+    if len(set(written)) < len(written):
+        raise PipelineError("--report, --blind and --json name one file twice. Give each its own.")
     for page in pages:
         check_page(page)
     _check_places(json, *pages)
@@ -669,7 +672,7 @@ def _perceptual(tiny: bool) -> list[Pass]:
 
 def _read_prompts(path: Path) -> list[str]:
     try:
-        found = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        found = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except OSError as error:
         raise PipelineError(f"The prompts file {path} cannot be read: {error.strerror}. Give a text file.") from error
     except UnicodeDecodeError as error:

@@ -131,8 +131,13 @@ def replay(folder: Path, pipe: Callable[[torch.dtype, str], Any], device: str | 
                 f"{folder} is about rule {evidence.rule} of {moved.name}, which has none such any more. Verify again."
             )
         rule = moved.rules()[evidence.rule]
-        with torch.no_grad():
-            expected, found = (tensors_in(side(**kwargs)) for side in (rule.pattern, rule.replacement))
+        try:
+            with torch.no_grad():
+                expected, found = (tensors_in(side(**kwargs)) for side in (rule.pattern, rule.replacement))
+        except (IndexError, RuntimeError, TypeError) as error:  # other arguments than the rule has, or other sizes
+            raise CheckpointError(
+                f"{folder} does not fit the rule of {moved.name} ({str(error).splitlines()[0]}). Verify again."
+            ) from error
     else:
         others = [make_pass(name, options) for name, options in evidence.others]
         view = PipelineView.of(pipe(evidence.dtype, device))
@@ -228,6 +233,11 @@ def read_evidence(folder: Path) -> Evidence:
             count = sum(name.startswith(f"{side}.") for name in tensors)
             setattr(evidence, side, [tensors[f"{side}.{number}"] for number in range(count)])
         evidence.call_arguments()
+        kinds = {str: (evidence.name, evidence.module), int: (evidence.call, evidence.rule)}
+        if not all(isinstance(one, kind) for kind, some in kinds.items() for one in some) or evidence.rule < 0:
+            raise ValueError("pass, module, call or rule is not what it should be")
+        if evidence.kind not in ("site", "module") or not evidence.expected or not evidence.found:
+            raise ValueError("it is of no site or module, or what was returned is missing")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder} holds no evidence that can be read ({type(error).__name__}: {error}). Give a folder that "

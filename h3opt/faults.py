@@ -209,12 +209,11 @@ def _frozen(case: _Case) -> Iterator[Finding]:
     change = luma(frames_of(case.media.video)).diff(dim=0).abs().mean((1, 2))
     if change.numel() == 0:
         return
-    usual = float(change.median())
-    limit = _STILL * usual
-    if usual < _MOVES:
-        if float(change.max()) < _MOVES:
-            yield Finding("frozen_frames", "the whole clip", usual, _MOVES)
+    moving = change[change >= _MOVES]  # of all frames the usual one may be frozen itself
+    if moving.numel() == 0:
+        yield Finding("frozen_frames", "the whole clip", float(change.median()), _MOVES)
         return
+    limit = _STILL * float(moving.median())
     for frame in (change < limit).nonzero().flatten().tolist():
         yield Finding("frozen_frames", f"frame {frame + 1}", float(change[frame]), limit)
 

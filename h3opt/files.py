@@ -37,6 +37,21 @@ def whole_file(path: str | os.PathLike[str], encoding_error: type[Exception] = O
         raise PipelineError(f"cannot encode {path} ({error}); check the size and the rates") from error
 
 
+def try_file(path: Path) -> None:
+    """Refuse before the work what :func:`whole_file` could not write after it.
+
+    Raises:
+        PipelineError: it could not.
+    """
+    if path.exists() and not path.is_file():
+        raise PipelineError(f"{path} is no regular file. Give the name of a file in a folder you can write to.")
+    try:
+        with partial_of(path) as partial:
+            partial.touch()
+    except OSError as error:
+        raise PipelineError(f"{path} cannot be written: {error.strerror}. Give another path.") from error
+
+
 @contextlib.contextmanager
 def partial_of(path: Path) -> Iterator[Path]:
     """A hidden name beside ``path`` for a file or a folder; what has that name at the end is removed.

@@ -21,7 +21,7 @@ from h3opt.figures import (
     spectrograms,
     waveforms,
 )
-from h3opt.files import whole_file
+from h3opt.files import try_file, whole_file
 from h3opt.generation import Media
 from h3opt.media import write_mp4
 from h3opt.picture import frames_of
@@ -35,7 +35,7 @@ def check_page(path: Path) -> None:
     """Make the folder a page goes into, and refuse before the work what could not be written after it.
 
     Raises:
-        PipelineError: the folder cannot be made.
+        PipelineError: the folder cannot be made, or nothing can be written there under that name.
         MissingDependencyError: a package that pages need is not installed.
     """
     check_figures()
@@ -48,6 +48,8 @@ def check_page(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PipelineError(f"{path.parent} cannot be made: {error.strerror}. Give another path.") from error
+    if not path.is_dir():  # which has an error of its own
+        try_file(path)
 
 
 def write_report(path: Path, verdict: Verdict) -> None:

@@ -59,10 +59,11 @@ def log_spectral_distance_db(reference: torch.Tensor, candidate: torch.Tensor) -
 
 
 def audio_shift(reference: torch.Tensor, candidate: torch.Tensor, sampling_rate: int, fps: float = 24.0) -> float:
-    """How much later the candidate's sound is, in frames: the lag of the largest cross-correlation.
+    """How much later the candidate's sound is, in frames: the lag of the largest normalised cross-correlation.
 
-    Looks a quarter of a second either way. A sound that repeats itself is told apart from its shifted copy only where
-    it starts and ends; of equally good lags the smallest counts. 0 for silence.
+    Looks a quarter of a second either way. A tone that repeats itself is nearly as like its copy a period further on,
+    so the correlation is normalised by what overlaps, and a lag must explain half of the difference at least. Of
+    equally good lags the smallest counts. 0 for silence.
 
     Raises:
         PipelineError: the shapes differ, or these are no channels of samples.
@@ -70,16 +71,20 @@ def audio_shift(reference: torch.Tensor, candidate: torch.Tensor, sampling_rate:
     signal, other = (part.mean(0) for part in _channels(reference, candidate))
     if not (signal.isfinite().all() and other.isfinite().all()):
         return math.nan
-    reach = min(round(_MAX_SHIFT * sampling_rate / fps), signal.numel() - 1)
-    size = 2 * signal.numel()
-    spectrum = torch.fft.rfft(other, size) * torch.fft.rfft(signal, size).conj()
-    correlation = torch.fft.irfft(spectrum, size)
+    count = signal.numel()
+    reach = min(round(_MAX_SHIFT * sampling_rate / fps), count // 2)
+    spectrum = torch.fft.rfft(other, 2 * count) * torch.fft.rfft(signal, 2 * count).conj()
     lags = torch.arange(-reach, reach + 1)
-    at = correlation[lags % size]
-    best = float(at.max())
-    if best <= 1e-9 * float(signal.norm() * other.norm()):
+    later, earlier = lags.clamp(min=0), (-lags).clamp(min=0)
+    energy, energy_other = (torch.nn.functional.pad(part.square().cumsum(0), (1, 0)) for part in (signal, other))
+    there = energy[count - later] - energy[earlier]
+    here = energy_other[count - earlier] - energy_other[later]
+    least = 1e-9 * float(signal.norm() * other.norm())
+    unlike = 1 - torch.fft.irfft(spectrum, 2 * count)[lags % (2 * count)] / (there * here).sqrt().clamp(min=least)
+    best = float(unlike.min())
+    if least == 0 or not best < 0.5 * float(unlike[reach]):
         return 0.0
-    good = lags[at >= best * (1 - 1e-6)]
+    good = lags[unlike <= best + 1e-6]
     return float(good[good.abs().argmin()]) * fps / sampling_rate
 
 
@@ -105,7 +110,7 @@ def video_shift(reference: torch.Tensor, candidate: torch.Tensor) -> int:
         if count - abs(shift) < 2:
             break
         early, late = a[max(-shift, 0) : count - max(shift, 0)], b[max(shift, 0) : count - max(-shift, 0)]
-        costs[shift] = float((early - late).abs().mean())
+        costs[shift] = float((early - late).square().mean())  # edges that moved stand out of an even change
     best = min(costs, key=lambda shift: costs[shift], default=0)  # of equal ones the first, the smallest shift
     # a shift must explain the difference, not make it a little smaller by chance
     return best if costs and costs[best] < 0.5 * costs[0] else 0

@@ -252,8 +252,9 @@ class _Ladder:
     ) -> list[tuple[int, Finding]]:
         found = []
         for number, clip in enumerate(self.clips):
-            vae = self.session.view.vae
-            borders = None if vae is None else tile_borders(vae, clip.height, clip.width)
+            borders = None  # every line against the reference: a pass may have put tiles elsewhere
+            if reference is None and self.session.view.vae is not None:
+                borders = tile_borders(self.session.view.vae, clip.height, clip.width)
             findings = find_faults(
                 media[number],
                 reference=reference[number] if reference else None,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import build
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 import h3opt
 from h3opt.bisection import Culprit
@@ -198,9 +198,23 @@ def spoil(folder: Path, how: str) -> None:
         index.write_text(index.read_text().replace('"float32"', '"nn"'))
     elif how == "no device":
         index.write_text(index.read_text().replace('"cpu"', '"gramophone"'))
+    elif how == "nothing found":
+        tensors.write_bytes(save({name: one for name, one in load_file(tensors).items() if name[:5] != "found"}))
+    else:
+        name, _, value = how.partition(" is ")
+        index.write_text(json.dumps(json.loads(index.read_text()) | {name: json.loads(value)}))
 
 
 HOW = ["missing", "truncated", "no json", "other json", "a tensor short", "without dtype", "no dtype", "no device"]
+HOW += [
+    "nothing found",
+    'rule is "0"',
+    "rule is -5",
+    'pass is ["x"]',
+    "module is 7",
+    'kind is "foo"',
+    'call is "first"',
+]
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -208,6 +222,16 @@ def test_evidence_that_cannot_be_read_is_an_error_of_ours(how, tmp_path):
     write_evidence(tmp_path / "e", evidence())
     spoil(tmp_path / "e", how)
     with pytest.raises(CheckpointError, match="Give a folder that `h3opt verify` wrote"):
+        replay(tmp_path / "e", no_pipe)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"y": torch.ones(2, 8)}, {"x": torch.ones(()), "dim": -1, "middle": 4, "end": 8}]
+)
+def test_evidence_that_does_not_fit_the_rule_is_an_error_of_ours(arguments, tmp_path):
+    inputs, spelled = flatten(((), arguments))
+    write_evidence(tmp_path / "e", evidence(inputs=inputs, arguments=spelled))
+    with pytest.raises(CheckpointError, match="does not fit the rule of fused_swiglu"):
         replay(tmp_path / "e", no_pipe)
 
 

@@ -368,6 +368,13 @@ def test_a_prompts_file_that_cannot_be_used_is_named(tmp_path: Path, refusal: Ca
         assert str(tmp_path / name) in message and says in message
 
 
+@pytest.mark.usefixtures("nothing_runs")
+def test_two_results_in_one_file_are_refused(tmp_path: Path, refusal: Callable[..., str]) -> None:
+    page = tmp_path / "page.html"
+    assert "one file twice" in refusal("verify", "--report", page, "--blind", tmp_path / "." / "page.html")
+    assert "one file twice" in refusal("verify", "--report", page, "--json", page)
+
+
 # ---------------------------------------------------------------------------------------------------------- output
 
 
@@ -748,7 +755,7 @@ def test_a_broken_promise_is_exit_code_1_and_its_name(
     monkeypatch.setattr(verification, "verify", recorded)
     monkeypatch.setattr(find_pass("fp8_linear"), "promise", Exact())
     file = profile(tmp_path / "mine.yaml", "  - pass: fp8_linear\n  - pass: hoist_step_invariants\n")
-    (tmp_path / "prompts").write_text("\n a cat \n\n")
+    (tmp_path / "prompts").write_text("\ufeff a cat \n\n", encoding="utf-8")  # as some editors begin a file
     result = h3opt("verify", "--prompts", tmp_path / "prompts", "--profile", file, *SMALL, "--json", "-")
     assert result.code == 1, result
     data = json.loads(result.out)  # alone on standard output

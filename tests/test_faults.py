@@ -181,6 +181,19 @@ def test_against_a_reference_a_seam_too_weak_to_see_in_texture_is_named():
         assert finding.where == "column 56", "without borders every line is looked at"
 
 
+@pytest.mark.parametrize(
+    ("stop", "step", "count"), [(slice(10, None), 1, 37), (slice(0, None), 2, 24)], ids=["to the end", "every other"]
+)
+def test_a_clip_of_which_most_is_frozen_is_named(stop, step, count):
+    def stops(video):
+        frames = video[stop].clone()
+        video[stop] = frames[::2].repeat_interleave(2, 0) if step == 2 else frames[:1]
+
+    for reference in (None, clip(0)):
+        findings = find_faults(with_video(clip(0), stops), reference=reference)
+        assert [one.name for one in findings] == ["frozen_frames"] * count
+
+
 def test_a_nan_is_located():
     (finding,) = find_faults(with_video(clip(0), nan_in_a_tile))
     assert finding.where == "video, frames 3-4, rows 32-63, columns 56-95"

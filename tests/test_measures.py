@@ -149,6 +149,25 @@ def test_sound_that_cannot_tell_has_no_lag():
     assert math.isnan(audio_shift(torch.full((2, 100), math.nan), torch.ones(2, 100), RATE))
 
 
+@pytest.mark.parametrize("frames", [-1, 1, 0])
+@pytest.mark.parametrize("noise", [0.0, 1e-3])
+def test_a_hum_that_swells_is_told_from_its_copy_a_period_further_on(frames, noise):
+    at = torch.arange(4 * RATE) / RATE
+    signal = (0.1 + 0.1 * at) * torch.sin(2 * math.pi * 120 * at)  # in a frame five periods go by
+    signal = torch.stack([signal, 0.5 * signal.flip(0)])
+    moved = signal.roll(frames * RATE // 24, -1) + noise * torch.randn(
+        signal.shape, generator=torch.Generator().manual_seed(0)
+    )
+    assert audio_shift(signal, moved, RATE) == pytest.approx(frames, abs=0.01)
+
+
+def test_a_slow_picture_that_comes_late_is_seen_through_noise():
+    at, x = torch.arange(60).view(-1, 1, 1, 1), torch.arange(96).view(1, 1, 1, -1)
+    video = torch.sigmoid(x - 0.4 * at - 20).expand(60, 3, 64, 96)
+    noise = 0.01 * torch.randn(video.shape, generator=torch.Generator().manual_seed(0))
+    assert [video_shift(video, video.roll(frames, 0) + noise) for frames in (0, 1, -1)] == [0, 1, -1]
+
+
 @pytest.mark.parametrize("frames", [0, 2, -3])
 def test_a_lag_of_the_picture_is_found_and_offsets_that_of_the_sound(frames):
     video = noise(30, 3, 16, 16)

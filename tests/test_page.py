@@ -239,16 +239,21 @@ def test_a_broken_promise_a_fault_and_nan_are_shown(tmp_path):
         1,
         optimized=Media(video, clip(1).audio, 16000),
         passes=[broken],
-        all_passes=dataclasses.replace(MOVED, lpips=math.nan),
+        all_passes=dataclasses.replace(MOVED, lpips=math.nan, psnr_db=math.nan, audio_snr_db=-math.inf),
         faults=[(0, Finding("nan", "video, frames 5-5", 108, 0))],
     )
     write_report(tmp_path / "r.html", found)
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
     words = " ".join(Structure(text).text.split())
+    assert "PSNR not a number dB" in words and "audio SNR -∞ dB" in words
     assert "promise broken by fp8_linear" in words and "nan: video, frames 5-5" in words and "BROKEN" in words
     frames = json.loads(re.search(r'id="frame-data">(.*?)</script>', text, re.S).group(1))  # type: ignore[union-attr]
     (worst,) = [one for one in frames if one["number"] == 5]
     assert worst["lpips"] is None and image(worst["optimized"]).getpixel((5, 5)) == (255, 0, 255)
+
+
+def test_one_fault_and_the_verdict_does_not_hold():
+    assert verdict(1).held and not verdict(1, faults=[(0, Finding("seam", "column 48", 12.7, 3))]).held
 
 
 def test_equal_clips_make_a_report_and_nothing_to_vote_on(tmp_path):
@@ -300,6 +305,15 @@ def test_a_place_for_a_page_is_made_or_refused_before_the_work(tmp_path):
         check_page(tmp_path / "file" / "report.html")
 
 
+def test_a_name_no_page_can_have_is_refused_before_the_work(tmp_path):
+    (tmp_path / "r.html").write_text("old")
+    check_page(tmp_path / "r.html")
+    for name in ("/dev/null", str(tmp_path / ("a" * 240 + ".html"))):
+        with pytest.raises(PipelineError, match=r"Give"):
+            check_page(Path(name))
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("r.html", "old")]
+
+
 @pytest.mark.parametrize("package", ["jinja2", "matplotlib", "av"])
 def test_a_missing_package_is_named_before_the_work(package, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, package, None)
@@ -337,6 +351,14 @@ def test_both_clips_play_together_from_the_keyboard(browser, pages):
     assert browser.js("clips.map(clip => clip.muted)") == [True, False]
     browser.press("p")
     assert browser.js("clips.every(clip => clip.paused)")
+
+
+@in_browser
+def test_a_long_word_in_a_prompt_does_not_widen_a_page(browser, tmp_path):
+    write_report(tmp_path / "long.html", verdict(1, settings=[GenerationSettings(prompt="long" * 999)]))
+    browser.size(390, 800)
+    browser.open(tmp_path / "long.html")
+    assert browser.js("document.documentElement.scrollWidth") <= 390
 
 
 @in_browser

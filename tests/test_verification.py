@@ -185,6 +185,20 @@ def test_a_pass_that_changes_the_length_of_the_clip_is_named(silent, monkeypatch
     assert differing(before, fingerprint(silent)) == []
 
 
+def test_a_seam_where_the_unmodified_pipeline_has_no_tile_border_is_named(silent, monkeypatch):
+    made = iter(range(9))
+
+    def brighter(pipe: Any, clip: GenerationSettings) -> Any:
+        media = generate(pipe, clip)
+        video = media.video.clone()
+        video[..., 48:] = (video[..., 48:] * 0.9).clamp(0, 1)
+        return dataclasses.replace(media, video=video) if next(made) >= 2 else media
+
+    monkeypatch.setattr("h3opt.verification.generate", brighter)
+    verdict = verify(silent, ["norm_modulate"])
+    assert ("seam", "column 48") in [(one.name, one.where) for _, one in verdict.faults] and not verdict.held
+
+
 # --- how it leaves things --------------------------------------------------------------------------------------
 
 
