@@ -21,9 +21,9 @@ from h3opt.generation import GenerationSettings, generate
 from h3opt.passes.async_assembly import SideStream
 from h3opt.passes.tile_geometry import parse_tile
 from h3opt.quality import bits_equal, lpips_per_frame
+from h3opt.recording import CudaRecording, Recording, Replayed, Turns
 from h3opt.reference.random_weights import cast_as_loaded, fill_random
 from h3opt.reference.tiny import VAE_CONFIG
-from h3opt.recording import CudaRecording, Recording, Replayed, Turns
 from h3opt.registry import make_pass
 from h3opt.tiles import Choices, plan_decode, schedule_tiles
 
