@@ -47,12 +47,15 @@ class CudaRecording(Recording):
     def __init__(self, model: Model, tiles: torch.Tensor, pool: Any, turns: Turns) -> None:
         super().__init__(model, tiles)
         self.graph, self.turns = torch.cuda.CUDAGraph(), turns
+        generator = torch.cuda.default_generators[turns.stream.device.index]
+        random = generator.clone_state()
         # Other threads may allocate meanwhile: it is none of this recording's business.
         recording = torch.cuda.graph(self.graph, pool, turns.stream, capture_error_mode="thread_local")
         try:  # the outer stream makes the tiles' device current, and what was current comes back after an error too
             with noting() as self.calls, torch.cuda.stream(turns.stream), recording:
                 self.made = model(self.given)
         except RuntimeError as error:
+            generator.graphsafe_set_state(random)  # the one it had is left marked as being recorded: no draw would work
             why = str(error).partition("\n")[0].rstrip(".")
             raise DeviceError(
                 f"The video decoder cannot be recorded as a CUDA graph: {why}. Turn off the pass that records it."

@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from diffusers import AutoencoderKLMiniMaxH3
 import h3opt
 from h3opt.calls import around
 from h3opt.components import PipelineView
-from h3opt.errors import H3OptError, MemoryBudgetError, PassOptionError, PipelineError
+from h3opt.errors import DeviceError, H3OptError, MemoryBudgetError, PassOptionError, PipelineError
 from h3opt.fp8 import PROJECTIONS, FP8Linear
 from h3opt.generation import GenerationSettings, generate
 from h3opt.passes.async_assembly import SideStream
@@ -329,11 +330,20 @@ def test_a_cuda_recording_is_of_the_device_of_its_tiles_and_waits_for_replays_on
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "Event", lambda: "end")
+    generator = SimpleNamespace(clone_state=lambda: "as it was", graphsafe_set_state=stream_log.append)
     monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
     turns, tiles = Turns(torch.device("cuda", 1)), torch.ones(2)
     made = CudaRecording(lambda tiles: tiles, tiles, 7, turns)
     assert made.replay(tiles * 3).tolist() == [3, 3]
     assert stream_log == ["record on side of cuda:1", "compute waits for end", "replay", "compute records end"]
+
+    def waits(tiles: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("not while capturing\nmore")
+
+    with pytest.raises(DeviceError, match=r"CUDA graph: not while capturing. Turn off"):
+        CudaRecording(waits, tiles, 7, turns)
+    assert stream_log[-1] == "as it was", "the random state that recording began with stays marked as being recorded"
 
 
 def test_casts_that_autocast_keeps_are_not_recorded(vaes: Vaes) -> None:
