@@ -95,7 +95,7 @@ def verify(
     if measured:
         check_lpips()  # minutes of work would end there
     if evidence is not None:
-        check_folder(evidence)
+        check_folder(evidence, [one.name for one in chosen])
     with displaced(session.view, always_back=True), ExitStack() as undo:
         undo.callback(session.uninstall)
         if progress is not None:  # the caller shows progress of its own
