@@ -163,7 +163,7 @@ class _Ladder:
         if self.progress is not None:
             self.progress("done", self.total, self.total)
         differences = _each(reference, optimized)
-        shown = max(range(len(differences)), key=lambda clip: _moved_by(differences[clip]))
+        shown = _furthest(differences)
         reference_faults = self._faults(reference, reference_traces)
         return Verdict(
             verdicts,
@@ -238,9 +238,9 @@ class _Ladder:
             return verdict
         if self.progress is not None:
             self.progress(f"bisecting {verdict.name}", self.done, self.total)
-        worst = max(range(len(self.clips)), key=lambda clip: _moved_by(verdict.differences[clip]))
         # A stale result shows only after the clips before the one that moved.
-        culprit = bisect_pass(self.session, installed, self.clips[: worst + 1], self.evidence / verdict.name)
+        clips = self.clips[: _furthest(verdict.differences) + 1]
+        culprit = bisect_pass(self.session, installed, clips, self.evidence / verdict.name)
         return dataclasses.replace(verdict, culprit=culprit)
 
     def _faults(
@@ -289,6 +289,11 @@ def _holds(promise: Promise, difference: Difference, floor: Difference | None) -
     if promise.audio_snr_db is None:  # it says that it does not touch sound
         return difference.lpips <= promise.lpips and difference.audio_differing == 0
     return difference.lpips <= promise.lpips and difference.audio_snr_db >= promise.audio_snr_db
+
+
+def _furthest(differences: Sequence[Difference]) -> int:
+    """The clip that moved most."""
+    return max(range(len(differences)), key=lambda clip: _moved_by(differences[clip]))
 
 
 def _moved_by(difference: Difference) -> tuple[float, float, int]:

@@ -256,6 +256,11 @@ def test_one_fault_and_the_verdict_does_not_hold():
     assert verdict(1).held and not verdict(1, faults=[(0, Finding("seam", "column 48", 12.7, 3))]).held
 
 
+def test_capture_that_moves_bits_breaks_the_verdict_of_the_direct_executor_alone():
+    assert not verdict(1, capture=MOVED).held
+    assert verdict(1, capture=MOVED, report=Report("cpu", "cpu", "inductor", "block")).held
+
+
 def test_equal_clips_make_a_report_and_nothing_to_vote_on(tmp_path):
     same = verdict(1, pairs=[(clip(0), clip(0))], optimized=clip(0), all_passes=Difference(), traces=None)
     write_report(tmp_path / "r.html", same)
