@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from h3opt.difference import Difference, Spread, spreads
 from h3opt.environment import versions
 from h3opt.faults import Finding
-from h3opt.floors import Floor, multiple_words, multiples
+from h3opt.floors import Floor, floor_hint, multiple_words, multiples
 from h3opt.generation import GenerationSettings, Media
 from h3opt.latents import LatentTrace
 from h3opt.promises import Promise
@@ -183,8 +183,15 @@ class Verdict:
 
     @property
     def floor_words(self) -> list[str]:
-        """The same in words, e.g. ``0.4 of what compiling alone does``."""
+        """The same in words, e.g. ``0.4 of what compiling alone does``; empty where nothing moved."""
+        if self.all_passes.equal:
+            return []
         return [multiple_words(name, multiple) for name, multiple in self.of_floors.items()]
+
+    @property
+    def floor_hint(self) -> str:
+        """What else to measure, where the noise floor says too little; empty elsewhere."""
+        return floor_hint(self.all_passes, self.floors)
 
     @property
     def spread(self) -> dict[str, Spread]:

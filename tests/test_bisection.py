@@ -92,7 +92,7 @@ def test_faults_of_the_reference_are_no_faults_of_the_passes(broken):
 def test_changes_are_given_as_multiples_of_the_noise_floor(broken):
     floor, one = broken.verdict.noise_floor, broken.passes["fp8_linear"]
     assert one.of_floor == one.difference.over(floor) > 1
-    assert one.floor_words.endswith(" of the noise floor") and broken.passes["norm_modulate"].floor_words == ""
+    assert one.floor_words.endswith(" the noise floor") and broken.passes["norm_modulate"].floor_words == ""
     data = broken.verdict.to_dict()
     assert [entry["of_noise_floor"] for entry in data["passes"] if entry["name"] == "fp8_linear"] == [one.of_floor]
     assert data["environment"]["inductor_cache"] in ("cold", "warm") and data["environment"]["autotune"] is False

@@ -252,6 +252,15 @@ def test_a_broken_promise_a_fault_and_nan_are_shown(tmp_path):
     assert worst["lpips"] is None and image(worst["optimized"]).getpixel((5, 5)) == (255, 0, 255)
 
 
+def test_what_is_far_above_one_ulp_is_said_in_words(tmp_path):
+    tiny = [Floor("ulp", Difference(5, 7, 1e-9, 150.0, 150.0))]
+    fp8 = dataclasses.replace(verdict().passes[1], of_floors={"ulp": 2.7e9})
+    write_report(tmp_path / "r.html", verdict(1, floors=tiny, passes=[fp8]))
+    words = " ".join(Structure((tmp_path / "r.html").read_text(encoding="utf-8")).text.split())
+    assert "That is far above the noise floor: `--floors compile` says what compiling alone does." in words
+    assert ">1000" in words and "e+0" not in words.partition("Environment")[0]
+
+
 def test_one_fault_and_the_verdict_does_not_hold():
     assert verdict(1).held and not verdict(1, faults=[(0, Finding("seam", "column 48", 12.7, 3))]).held
 
