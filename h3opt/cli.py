@@ -159,6 +159,7 @@ def verify(
     seed: Seed = 0,
     seeds: Annotated[int, typer.Option(help="Clips per prompt, with seeds that follow one another.")] = 1,
     leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
+    alone: Annotated[bool, typer.Option("--alone", help="Also each pass by itself.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Say what Perceptual promises should be.")] = False,
     floors: Annotated[
         str,
@@ -207,6 +208,7 @@ def verify(
             settings=settings,
             seeds=seeds,
             leave_out=leave_out,
+            alone=alone,
             floors=asked,
             evidence=evidence,
             on_reference=model is None and _is_calibrated(device, height, width) and (calibrate or not texts),

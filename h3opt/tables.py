@@ -150,6 +150,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     lines += _in_floors(verdict)
     lines += _over_clips(verdict)
     lines += [f"leaving out {one.name}: {one.left_out_failed or one.left_out}" for one in verdict.passes if one.tried]
+    lines += [f"{one.name} alone: {one.alone_failed or one.alone}" for one in verdict.passes if one.tried_alone]
     lines += [f"the unmodified pipeline itself has {one}" for one in _by_clip(verdict, verdict.reference_faults)]
     lines += [f"FAULT: {one}" for one in _by_clip(verdict, verdict.faults)]
     lines += [f"{one.name} first moved {one.culprit}" for one in verdict.passes if one.culprit is not None]

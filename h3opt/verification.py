@@ -4,7 +4,9 @@ The unmodified pipeline runs first. Then passes are added one by one, Exact ones
 their order allows, and every generation is compared with the one before it: the difference belongs to the pass that was
 added. Exact asks for equal bits, Rounding for a change no larger than the noise floor, Perceptual for LPIPS and audio
 SNR. Once all Exact passes that need no other are on, video and audio are compared with the unmodified pipeline, bit for
-bit. Clips with everything on are searched for faults (:mod:`h3opt.faults`) that the unmodified ones do not have.
+bit. Clips with everything on are searched for faults (:mod:`h3opt.faults`) that the unmodified ones do not have. When
+asked, each pass is also left out of the whole set and compared with it, or is on alone and compared with the unmodified
+pipeline.
 
 The *noise floor* is how far the unmodified pipeline moves by itself when the noise it starts from, and what its video
 decoder reads, moves by one unit in the last place of their dtype. It is measured when a pass is on that may move bits,
@@ -52,6 +54,7 @@ def verify(
     settings: GenerationSettings | None = None,
     seeds: int = 1,
     leave_out: bool = False,
+    alone: bool = False,
     floors: Iterable[str] = (),
     evidence: Path | None = None,
     on_reference: bool = False,
@@ -69,6 +72,8 @@ def verify(
         settings: size, length, steps and first seed of what is generated.
         seeds: clips per prompt, with seeds that follow one another.
         leave_out: also take each pass out of the whole set, and compare with the whole.
+        alone: also put each pass on by itself, and compare with the unmodified pipeline. One that builds on others has
+            nothing to do alone.
         floors: what else the unmodified pipeline's own moves are measured by, of :data:`h3opt.floors.FLOORS`. Rounding
             is judged by ``ulp``, which is measured, named or not, if a pass may move bits.
         evidence: where to save what moved first when a promise breaks, in a folder named after the pass; ``None`` not
@@ -100,7 +105,9 @@ def verify(
         undo.callback(session.uninstall)
         if progress is not None:  # the caller shows progress of its own
             session.view.hide_step_bars(undo)
-        ladder = _Ladder(pipe, session, list(chosen), clips, leave_out, measured, evidence, on_reference, progress)
+        ladder = _Ladder(
+            pipe, session, list(chosen), clips, leave_out, alone, measured, evidence, on_reference, progress
+        )
         return ladder.climb()
 
 
@@ -112,19 +119,21 @@ class _Ladder:
         passes: list[Pass],
         clips: list[GenerationSettings],
         leave_out: bool,
+        alone: bool,
         floors: list[str],
         evidence: Path | None,
         on_reference: bool,
         progress: Progress | None,
     ) -> None:
         self.pipe, self.session, self.clips, self.progress = pipe, session, clips, progress
-        self.leave_out, self.evidence, self.on_reference = leave_out, evidence, on_reference
+        self.leave_out, self.alone, self.evidence, self.on_reference = leave_out, alone, evidence, on_reference
         self.floors: list[Floor] = []
         self._floors = floors
         self.exact, *others = strictest_first(passes)
         self.others = [one for some in others for one in some]
         self.done = 0
-        self.total = (3 + len(passes) * (1 + leave_out)) * len(clips) + generations(floors, clips)
+        runs = 3 + len(passes) * (1 + leave_out) + (sum(not one.builds_on for one in passes) if alone else 0)
+        self.total = runs * len(clips) + generations(floors, clips)
 
     def climb(self) -> Verdict:
         found_in = environment(self.session.device.name)
@@ -157,6 +166,10 @@ class _Ladder:
         if self.leave_out:
             verdicts = [
                 self._without(one, verdict, optimized) for one, verdict in zip(installed, verdicts, strict=True)
+            ]
+        if self.alone:
+            verdicts = [
+                self._by_itself(one, verdict, reference) for one, verdict in zip(installed, verdicts, strict=True)
             ]
         if self.evidence is not None:
             verdicts = [self._bisected(installed[:n], verdict) for n, verdict in enumerate(verdicts, 1)]
@@ -232,6 +245,18 @@ class _Ladder:
         except H3OptError as error:  # another pass builds on it
             return dataclasses.replace(verdict, left_out_failed=str(error))
         return dataclasses.replace(verdict, left_out=Difference.worst(_each(optimized, media)))
+
+    def _by_itself(self, one: Pass, verdict: PassVerdict, reference: list[Media]) -> PassVerdict:
+        if one.builds_on:
+            return dataclasses.replace(verdict, alone_failed=f"nothing to do: it builds on {', '.join(one.builds_on)}")
+        try:
+            self.session.change_passes([one])
+            media, _ = self._run(f"{one.name} alone")
+        except H3OptError as error:
+            return dataclasses.replace(verdict, alone_failed=str(error))
+        if declined := self.session.report()[one.name].declined:
+            return dataclasses.replace(verdict, alone_failed=f"declined: {declined}")
+        return dataclasses.replace(verdict, alone=Difference.worst(_each(reference, media)))
 
     def _bisected(self, installed: list[Pass], verdict: PassVerdict) -> PassVerdict:
         if verdict.held is not False or self.evidence is None:

@@ -456,7 +456,8 @@ def test_calibrate_says_what_perceptual_promises_should_be(h3opt: Run, monkeypat
         "fp8_linear: promises LPIPS ≤ 0.03, audio ≥ 40 dB; worst of 2 clips LPIPS 0.0123, audio 61.1 dB; " in result.out
     )
     assert "should promise LPIPS ≤ 0.025, audio ≥ 55 dB: too loose\n" in result.out
-    result = h3opt("verify", "--calibrate", "--passes", "fp8_linear", "--json", "-")
+    result = h3opt("verify", "--calibrate", "--passes", "fp8_linear", "--alone", "--json", "-")
+    assert not asked[0]["alone"] and asked[1]["alone"] and not asked[1]["leave_out"]
     assert asked[1]["passes"] == ["fp8_linear"] and json.loads(result.out)["calibration"][0]["loose"] is True
 
 

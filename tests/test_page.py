@@ -261,6 +261,19 @@ def test_what_is_far_above_one_ulp_is_said_in_words(tmp_path):
     assert ">1000" in words and "e+0" not in words.partition("Environment")[0]
 
 
+def test_what_a_pass_does_alone_has_a_column_where_it_was_asked_for(tmp_path, pages):
+    one, other, _ = verdict().passes
+    alone = [
+        dataclasses.replace(one, alone_failed="nothing to do: it builds on <b>"),
+        dataclasses.replace(other, alone=MOVED),
+    ]
+    write_report(tmp_path / "r.html", verdict(1, passes=alone))
+    (here, there) = (Structure(file.read_text(encoding="utf-8")) for file in (tmp_path / "r.html", pages[0]))
+    assert " ".join(here.text.split()).count("alone") == 1 + there.text.count("alone")
+    assert "nothing to do: it builds on <b>" in here.text
+    assert " ".join(here.text.split()).count(str(MOVED)) > 2
+
+
 def test_one_fault_and_the_verdict_does_not_hold():
     assert verdict(1).held and not verdict(1, faults=[(0, Finding("seam", "column 48", 12.7, 3))]).held
 

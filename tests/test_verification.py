@@ -186,6 +186,30 @@ def test_a_promise_holds_up_to_its_limit_in_picture_and_sound(promise, differenc
     assert _holds(promise, difference, floor) is held
 
 
+def test_alone_a_pass_is_compared_with_the_unmodified_pipeline_and_what_builds_on_others_says_so(silent):
+    told: list[tuple[str, int, int]] = []
+    verdict = h3opt.verify(
+        silent,
+        None,
+        ["fp8_linear", "quant_producer_fusion"],
+        "cpu",
+        settings=dataclasses.replace(CLIP, num_inference_steps=2),
+        alone=True,
+        progress=lambda *what: told.append(what),
+    )
+    fp8, fused = verdict.passes
+    assert fused.difference.equal and fp8.alone == fp8.difference == verdict.all_passes and not fp8.alone.equal
+    assert fused.alone is None and fused.tried_alone and not fused.tried
+    text = "\n".join(verdict_lines(verdict))
+    assert f"fp8_linear alone: {fp8.difference}" in text
+    assert "quant_producer_fusion alone: nothing to do: it builds on fp8_linear, vae_fp8_linear" in text
+    found = json.loads(json.dumps(verdict.to_dict(), allow_nan=False))["passes"]
+    assert found[0]["alone"]["lpips"] == fp8.difference.lpips and found[1]["alone"] is None
+    assert found[1]["alone_failed"].startswith("nothing to do")
+    assert [what[1] for what in told] == list(range(len(told))) and told[-1][1] == told[-1][2]
+    assert [what for what, *_ in told if what.endswith("alone")] == ["fp8_linear alone"]
+
+
 def test_the_clip_that_moved_most_is_shown_by_picture_then_sound_then_bits():
     still, moved = Difference(), Difference(9, 9, 0.2, 40.0, 50.0)
     for further in (
