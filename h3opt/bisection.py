@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from h3opt.calls import around
 from h3opt.capture import CapturedGraph
 from h3opt.components import PipelineView
+from h3opt.errors import PipelineError
 from h3opt.evidence import Evidence, flatten, tensors_in, write_evidence
 from h3opt.faults import Finding, find_head_faults
 from h3opt.generation import GenerationSettings, generate
@@ -48,6 +49,7 @@ class Culprit:
         alone: whether the module moves when it is called by itself too; if not, what was kept between calls moved it.
         faults: faults that the site's tensors show by name.
         folder: where the tensors were saved.
+        unsaved: why they were not.
     """
 
     module: str
@@ -58,6 +60,7 @@ class Culprit:
     alone: bool = True
     faults: list[Finding] = field(default_factory=list)
     folder: str | None = None
+    unsaved: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready types."""
@@ -70,8 +73,9 @@ class Culprit:
         inputs += "" if self.alone else ", by what was kept between calls"
         site = f", at {self.site}" if self.site else ""
         replay = f"; h3opt replay {self.folder}" if self.folder else ""
+        unsaved = f"; no evidence was saved: {self.unsaved}" if self.unsaved else ""
         named = "".join(f"; {one}" for one in self.faults)
-        return f"{self.module}, call {self.call}{inputs}{site}: {self.moved}{named}{replay}"
+        return f"{self.module}, call {self.call}{inputs}{site}: {self.moved}{named}{replay}{unsaved}"
 
 
 def bisect_pass(
@@ -83,10 +87,7 @@ def bisect_pass(
         session: of a whole pipeline; any passes may be on, and what is on afterwards is not said.
         installed: the passes; the last is the one that moved the output.
         clips: generated in this order; the last one moved.
-        folder: where the evidence goes. It appears whole or not at all.
-
-    Raises:
-        PipelineError: the folder cannot be written.
+        folder: where the evidence goes. It appears whole or not at all; what was found is returned in any case.
     """
     *others, moved = installed
     before, after = (_Recording() for _ in range(2))
@@ -119,14 +120,20 @@ def bisect_pass(
     elif not isinstance(moved, GraphPass) and inputs_equal:
         site, alone = _submodule(session, others, moved, path, before.arguments, evidence)
     evidence.site = site
-    write_evidence(folder, evidence)
+    unsaved = None
+    try:
+        write_evidence(folder, evidence)
+    except PipelineError as error:  # a full disk must not cost the verdict that it comes with
+        unsaved = str(error)
     heads = getattr(getattr(session.view.transformer, "config", None), "num_attention_heads", 0)
     faults = [
         fault
         for one, other in zip(evidence.expected, evidence.found, strict=False)
         for fault in find_head_faults(site or path, one, other, heads)
     ]
-    return Culprit(path, number, inputs_equal, site, evidence.moved, alone, faults, str(folder))
+    return Culprit(
+        path, number, inputs_equal, site, evidence.moved, alone, faults, None if unsaved else str(folder), unsaved
+    )
 
 
 def call_submodules(

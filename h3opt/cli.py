@@ -159,6 +159,7 @@ def verify(
     seed: Seed = 0,
     seeds: Annotated[int, typer.Option(help="Clips per prompt, with seeds that follow one another.")] = 1,
     leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
+    alone: Annotated[bool, typer.Option("--alone", help="Also each pass by itself.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Say what Perceptual promises should be.")] = False,
     floors: Annotated[
         str,
@@ -174,6 +175,7 @@ def verify(
     """Add passes one by one and hold each to its promise; exit code 1 if one broke."""
     from h3opt.calibration import calibrations
     from h3opt.demo import write_json
+    from h3opt.evidence import check_folder
     from h3opt.floors import choose_floors
     from h3opt.page import check_page, write_blind, write_report
     from h3opt.verification import verify as verify_pipeline
@@ -182,7 +184,9 @@ def verify(
     texts = [*(prompt or []), *(_read_prompts(prompts) if prompts is not None else [])]
     if seeds < 1:
         raise PipelineError(f"{seeds} seeds make no clip. Use at least one.")
-    names: list[str] | list[Pass] | None = _names(passes)
+    named = _names(passes)
+    check_folder(evidence, named or ())
+    names: list[str] | list[Pass] | None = named
     if calibrate and names is None:
         names = _perceptual(tiny=model is None)
     asked = [name.strip() for name in floors.split(",") if name.strip()]
@@ -204,6 +208,7 @@ def verify(
             settings=settings,
             seeds=seeds,
             leave_out=leave_out,
+            alone=alone,
             floors=asked,
             evidence=evidence,
             on_reference=model is None and _is_calibrated(device, height, width) and (calibrate or not texts),

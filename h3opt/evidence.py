@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -180,8 +180,7 @@ def write_evidence(folder: Path, evidence: Evidence) -> None:
         "versions": versions(),
     }
     try:
-        if folder.exists() and not (folder / _INDEX).is_file():
-            raise PipelineError(f"{folder} holds something other than evidence. Give another folder.")
+        _check_replaceable(folder)
         with partial_of(folder) as partial, partial_of(folder.with_name(f"{folder.name}.old")) as old:
             partial.mkdir(parents=True)
             save_file({name: _plain(tensor) for name, tensor in tensors.items()}, partial / _TENSORS)
@@ -189,21 +188,33 @@ def write_evidence(folder: Path, evidence: Evidence) -> None:
             if folder.exists():
                 folder.rename(old)  # in one go: removing takes a while
             partial.rename(folder)
-    except OSError as error:
-        raise PipelineError(f"{folder} cannot be written: {error.strerror}. Give another folder.") from error
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        why = getattr(error, "strerror", None) or error
+        raise PipelineError(f"{folder} cannot be written: {why}. Give another folder.") from error
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse before the work a place that :func:`write_evidence` could not write to after it.
+def check_folder(folder: Path, names: Iterable[str] = ()) -> None:
+    """Refuse before the work places that :func:`write_evidence` could not write to after it.
+
+    Args:
+        folder: that evidence goes into.
+        names: of the passes, each of which has a folder there.
 
     Raises:
-        PipelineError: nothing can be made there.
+        PipelineError: nothing can be made there, or what stands in a pass's place is no evidence.
     """
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    existing = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise PipelineError(
             f"{folder} cannot be written: {existing} is no folder one can write to. Give another folder."
         )
+    for name in names:
+        _check_replaceable(folder / name)
+
+
+def _check_replaceable(folder: Path) -> None:
+    if os.path.lexists(folder) and not (folder / _INDEX).is_file():
+        raise PipelineError(f"{folder} holds something other than evidence. Give another folder.")
 
 
 def read_evidence(folder: Path) -> Evidence:

@@ -218,12 +218,36 @@ def multiples(difference: Difference, floors: Iterable[Floor]) -> dict[str, floa
     return {one.name: difference.over(one.difference) for one in floors if one.difference is not None}
 
 
+_LEAST, _MOST = 0.01, 1000.0  # digits of a multiple beyond these say nothing
+
+
 def multiple_words(name: str, multiple: float) -> str:
-    """For a sentence: ``0.4 of what compiling alone does``."""
+    """For a sentence: ``0.4 of what compiling alone does``, ``12 times the noise floor``, ``far above the noise
+    floor``."""
     what = FLOORS[name].what
-    if math.isfinite(multiple):
-        return f"{multiple:.2g} of {what}"
-    return "beyond any noise floor" if name == "ulp" else f"beyond any multiple of {what}"
+    if not math.isfinite(multiple):
+        return "beyond any noise floor" if name == "ulp" else f"beyond any multiple of {what}"
+    if _LEAST <= multiple <= _MOST:
+        digits = multiple_digits(multiple)
+        return f"{digits} {'of' if float(digits) < 1 else 'times'} {what}"
+    return f"far {'above' if multiple > _MOST else 'below'} {what}"
+
+
+def multiple_digits(multiple: float) -> str:
+    """For a table: ``0.4``, ``120``; ``>1000`` is all that a narrow column has room for, and JSON has the figure."""
+    if 0 < multiple < _LEAST:
+        return f"<{_LEAST:g}"
+    return f">{_MOST:g}" if multiple > _MOST else f"{float(f'{multiple:.2g}'):g}"
+
+
+def floor_hint(difference: Difference, floors: Sequence[Floor]) -> str:
+    """What else to measure where ``difference`` is far above one ulp and nothing else was; empty elsewhere.
+
+    In float32 one ulp moves next to nothing, and anything at all is far above it.
+    """
+    if [one.name for one in floors] == ["ulp"] and multiples(difference, floors).get("ulp", 0.0) > _MOST:
+        return f"`--floors compile` says {FLOORS['compile'].what}"
+    return ""
 
 
 class _CannotMeasure(Exception):

@@ -22,6 +22,7 @@ from h3opt.figures import (
     waveforms,
 )
 from h3opt.files import try_file, whole_file
+from h3opt.floors import multiple_digits
 from h3opt.generation import Media
 from h3opt.media import write_mp4
 from h3opt.picture import frames_of
@@ -89,6 +90,7 @@ def write_report(path: Path, verdict: Verdict) -> None:
             "worst_frame": _worst_frame(lpips),
             "faults": FAULTS,
             "confidence": CONFIDENCE,
+            "multiple_digits": multiple_digits,
         },
     )
 

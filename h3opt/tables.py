@@ -11,7 +11,7 @@ from rich.text import Text
 from h3opt.difference import CONFIDENCE
 from h3opt.environment import versions
 from h3opt.faults import FAULTS, Finding
-from h3opt.floors import multiple_words
+from h3opt.floors import multiple_digits, multiple_words
 from h3opt.profiles import Profile, list_profiles
 from h3opt.promises import Exact
 from h3opt.registry import list_passes
@@ -116,7 +116,7 @@ def verdict_table(verdict: Verdict) -> Table:
             one.counts,
             _short(str(one.promise)),
             "–" if one.declined else _short(str(one.difference)).removeprefix("LPIPS "),
-            _of_floor(None if one.declined or one.difference.equal else one.of_floor),
+            "–" if one.declined or one.difference.equal or one.of_floor is None else multiple_digits(one.of_floor),
             Text(word, style=style),
             f"{one.seconds:.1f}" if one.seconds < 10 else f"{one.seconds:.0f}",
         )
@@ -136,7 +136,8 @@ def verdict_lines(verdict: Verdict) -> list[str]:
         others = f"; {apart} more on top of passes that are not Exact" if apart else ""
         named = f"Exact passes on ({len(verdict.exact_names)})"
         rows.append((named, f"{verdict.exact_set} (video and audio{others})"))
-    rows.append(("all passes on", ", ".join([str(verdict.all_passes), *verdict.floor_words])))
+    hint = f" ({verdict.floor_hint})" if verdict.floor_hint else ""
+    rows.append(("all passes on", ", ".join([str(verdict.all_passes), *verdict.floor_words]) + hint))
     rows += [(floor.label, floor.found) for floor in verdict.floors]
     lines.append("measured: LPIPS and sound against the generation without the pass; floor: in noise floors")
     lines += ["", "against the unmodified pipeline:", *(f"  {name:22}{found}" for name, found in rows)]
@@ -149,6 +150,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     lines += _in_floors(verdict)
     lines += _over_clips(verdict)
     lines += [f"leaving out {one.name}: {one.left_out_failed or one.left_out}" for one in verdict.passes if one.tried]
+    lines += [f"{one.name} alone: {one.alone_failed or one.alone}" for one in verdict.passes if one.tried_alone]
     lines += [f"the unmodified pipeline itself has {one}" for one in _by_clip(verdict, verdict.reference_faults)]
     lines += [f"FAULT: {one}" for one in _by_clip(verdict, verdict.faults)]
     lines += [f"{one.name} first moved {one.culprit}" for one in verdict.passes if one.culprit is not None]
@@ -191,13 +193,6 @@ def _by_clip(verdict: Verdict, faults: list[tuple[int, Finding]]) -> list[str]:
         where = f' in "{verdict.settings[clip].prompt}", seed {verdict.settings[clip].seed}'
         lines.append(f"{name}: {FAULTS[name]}{where}: {first.where}{f' and {len(more)} more' if more else ''}")
     return lines
-
-
-def _of_floor(multiple: float | None) -> str:
-    """``>999`` is all that a narrow column has room for; the report has the figure."""
-    if multiple is None:
-        return "–"
-    return "<0.01" if 0 < multiple < 0.01 else ">999" if multiple >= 999.5 else f"{multiple:.2g}"
 
 
 def _short(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from h3opt.difference import Difference, Spread, spreads
 from h3opt.environment import versions
 from h3opt.faults import Finding
-from h3opt.floors import Floor, multiple_words, multiples
+from h3opt.floors import Floor, floor_hint, multiple_words, multiples
 from h3opt.generation import GenerationSettings, Media
 from h3opt.latents import LatentTrace
 from h3opt.promises import Promise
@@ -35,6 +35,8 @@ class PassVerdict:
         of_floors: ``difference`` as a multiple of each floor that was measured, by name.
         left_out: from all passes on to all but this one; ``None`` unless asked for.
         left_out_failed: why the rest does not run without it.
+        alone: from the unmodified pipeline to this pass alone; ``None`` unless asked for.
+        alone_failed: why it does nothing alone.
         culprit: what moved first, if the promise broke and was bisected.
     """
 
@@ -50,6 +52,8 @@ class PassVerdict:
     of_floors: Mapping[str, float] = field(default_factory=dict)
     left_out: Difference | None = None
     left_out_failed: str | None = None
+    alone: Difference | None = None
+    alone_failed: str | None = None
     culprit: Culprit | None = None
 
     @property
@@ -77,6 +81,11 @@ class PassVerdict:
         return self.left_out is not None or self.left_out_failed is not None
 
     @property
+    def tried_alone(self) -> bool:
+        """Whether it was run by itself."""
+        return self.alone is not None or self.alone_failed is not None
+
+    @property
     def spread(self) -> dict[str, Spread]:
         """Worst, mean and bound of each measure over the clips; empty for a single clip."""
         return spreads(self.differences) if len(self.differences) > 1 else {}
@@ -97,6 +106,8 @@ class PassVerdict:
             "spread": {name: asdict(one) for name, one in self.spread.items()},
             "left_out": asdict(self.left_out) if self.left_out else None,
             "left_out_failed": self.left_out_failed,
+            "alone": asdict(self.alone) if self.alone else None,
+            "alone_failed": self.alone_failed,
             "culprit": self.culprit.to_dict() if self.culprit else None,
             "seconds": round(self.seconds, 3),
         }
@@ -183,8 +194,15 @@ class Verdict:
 
     @property
     def floor_words(self) -> list[str]:
-        """The same in words, e.g. ``0.4 of what compiling alone does``."""
+        """The same in words, e.g. ``0.4 of what compiling alone does``; empty where nothing moved."""
+        if self.all_passes.equal:
+            return []
         return [multiple_words(name, multiple) for name, multiple in self.of_floors.items()]
+
+    @property
+    def floor_hint(self) -> str:
+        """What else to measure, where the noise floor says too little; empty elsewhere."""
+        return floor_hint(self.all_passes, self.floors)
 
     @property
     def spread(self) -> dict[str, Spread]:

@@ -4,7 +4,9 @@ The unmodified pipeline runs first. Then passes are added one by one, Exact ones
 their order allows, and every generation is compared with the one before it: the difference belongs to the pass that was
 added. Exact asks for equal bits, Rounding for a change no larger than the noise floor, Perceptual for LPIPS and audio
 SNR. Once all Exact passes that need no other are on, video and audio are compared with the unmodified pipeline, bit for
-bit. Clips with everything on are searched for faults (:mod:`h3opt.faults`) that the unmodified ones do not have.
+bit. Clips with everything on are searched for faults (:mod:`h3opt.faults`) that the unmodified ones do not have. When
+asked, each pass is also left out of the whole set and compared with it, or is on alone and compared with the unmodified
+pipeline.
 
 The *noise floor* is how far the unmodified pipeline moves by itself when the noise it starts from, and what its video
 decoder reads, moves by one unit in the last place of their dtype. It is measured when a pass is on that may move bits,
@@ -52,6 +54,7 @@ def verify(
     settings: GenerationSettings | None = None,
     seeds: int = 1,
     leave_out: bool = False,
+    alone: bool = False,
     floors: Iterable[str] = (),
     evidence: Path | None = None,
     on_reference: bool = False,
@@ -69,6 +72,8 @@ def verify(
         settings: size, length, steps and first seed of what is generated.
         seeds: clips per prompt, with seeds that follow one another.
         leave_out: also take each pass out of the whole set, and compare with the whole.
+        alone: also put each pass on by itself, and compare with the unmodified pipeline. One that builds on others has
+            nothing to do alone.
         floors: what else the unmodified pipeline's own moves are measured by, of :data:`h3opt.floors.FLOORS`. Rounding
             is judged by ``ulp``, which is measured, named or not, if a pass may move bits.
         evidence: where to save what moved first when a promise breaks, in a folder named after the pass; ``None`` not
@@ -95,12 +100,14 @@ def verify(
     if measured:
         check_lpips()  # minutes of work would end there
     if evidence is not None:
-        check_folder(evidence)
+        check_folder(evidence, [one.name for one in chosen])
     with displaced(session.view, always_back=True), ExitStack() as undo:
         undo.callback(session.uninstall)
         if progress is not None:  # the caller shows progress of its own
             session.view.hide_step_bars(undo)
-        ladder = _Ladder(pipe, session, list(chosen), clips, leave_out, measured, evidence, on_reference, progress)
+        ladder = _Ladder(
+            pipe, session, list(chosen), clips, leave_out, alone, measured, evidence, on_reference, progress
+        )
         return ladder.climb()
 
 
@@ -112,19 +119,21 @@ class _Ladder:
         passes: list[Pass],
         clips: list[GenerationSettings],
         leave_out: bool,
+        alone: bool,
         floors: list[str],
         evidence: Path | None,
         on_reference: bool,
         progress: Progress | None,
     ) -> None:
         self.pipe, self.session, self.clips, self.progress = pipe, session, clips, progress
-        self.leave_out, self.evidence, self.on_reference = leave_out, evidence, on_reference
+        self.leave_out, self.alone, self.evidence, self.on_reference = leave_out, alone, evidence, on_reference
         self.floors: list[Floor] = []
         self._floors = floors
         self.exact, *others = strictest_first(passes)
         self.others = [one for some in others for one in some]
         self.done = 0
-        self.total = (3 + len(passes) * (1 + leave_out)) * len(clips) + generations(floors, clips)
+        runs = 3 + len(passes) * (1 + leave_out) + (sum(not one.builds_on for one in passes) if alone else 0)
+        self.total = runs * len(clips) + generations(floors, clips)
 
     def climb(self) -> Verdict:
         found_in = environment(self.session.device.name)
@@ -158,12 +167,16 @@ class _Ladder:
             verdicts = [
                 self._without(one, verdict, optimized) for one, verdict in zip(installed, verdicts, strict=True)
             ]
+        if self.alone:
+            verdicts = [
+                self._by_itself(one, verdict, reference) for one, verdict in zip(installed, verdicts, strict=True)
+            ]
         if self.evidence is not None:
             verdicts = [self._bisected(installed[:n], verdict) for n, verdict in enumerate(verdicts, 1)]
         if self.progress is not None:
             self.progress("done", self.total, self.total)
         differences = _each(reference, optimized)
-        shown = max(range(len(differences)), key=lambda clip: _moved_by(differences[clip]))
+        shown = _furthest(differences)
         reference_faults = self._faults(reference, reference_traces)
         return Verdict(
             verdicts,
@@ -233,14 +246,26 @@ class _Ladder:
             return dataclasses.replace(verdict, left_out_failed=str(error))
         return dataclasses.replace(verdict, left_out=Difference.worst(_each(optimized, media)))
 
+    def _by_itself(self, one: Pass, verdict: PassVerdict, reference: list[Media]) -> PassVerdict:
+        if one.builds_on:
+            return dataclasses.replace(verdict, alone_failed=f"nothing to do: it builds on {', '.join(one.builds_on)}")
+        try:
+            self.session.change_passes([one])
+            media, _ = self._run(f"{one.name} alone")
+        except H3OptError as error:
+            return dataclasses.replace(verdict, alone_failed=str(error))
+        if declined := self.session.report()[one.name].declined:
+            return dataclasses.replace(verdict, alone_failed=f"declined: {declined}")
+        return dataclasses.replace(verdict, alone=Difference.worst(_each(reference, media)))
+
     def _bisected(self, installed: list[Pass], verdict: PassVerdict) -> PassVerdict:
         if verdict.held is not False or self.evidence is None:
             return verdict
         if self.progress is not None:
             self.progress(f"bisecting {verdict.name}", self.done, self.total)
-        worst = max(range(len(self.clips)), key=lambda clip: _moved_by(verdict.differences[clip]))
         # A stale result shows only after the clips before the one that moved.
-        culprit = bisect_pass(self.session, installed, self.clips[: worst + 1], self.evidence / verdict.name)
+        clips = self.clips[: _furthest(verdict.differences) + 1]
+        culprit = bisect_pass(self.session, installed, clips, self.evidence / verdict.name)
         return dataclasses.replace(verdict, culprit=culprit)
 
     def _faults(
@@ -289,6 +314,11 @@ def _holds(promise: Promise, difference: Difference, floor: Difference | None) -
     if promise.audio_snr_db is None:  # it says that it does not touch sound
         return difference.lpips <= promise.lpips and difference.audio_differing == 0
     return difference.lpips <= promise.lpips and difference.audio_snr_db >= promise.audio_snr_db
+
+
+def _furthest(differences: Sequence[Difference]) -> int:
+    """The clip that moved most."""
+    return max(range(len(differences)), key=lambda clip: _moved_by(differences[clip]))
 
 
 def _moved_by(difference: Difference) -> tuple[float, float, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +12,18 @@ from typing import Any
 import pytest
 import torch
 from conftest import build
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 import h3opt
-from h3opt.bisection import Culprit
+from h3opt.bisection import Culprit, bisect_pass
 from h3opt.components import PipelineView
 from h3opt.errors import CheckpointError, DeviceError, PipelineError
 from h3opt.evidence import Evidence, check_folder, flatten, read_evidence, replay, write_evidence
 from h3opt.generation import GenerationSettings
 from h3opt.kernels import ops
 from h3opt.registry import make_pass
+from h3opt.session import prepare
 from h3opt.testing import rewired
 
 aten = torch.ops.aten
@@ -89,7 +92,7 @@ def test_faults_of_the_reference_are_no_faults_of_the_passes(broken):
 def test_changes_are_given_as_multiples_of_the_noise_floor(broken):
     floor, one = broken.verdict.noise_floor, broken.passes["fp8_linear"]
     assert one.of_floor == one.difference.over(floor) > 1
-    assert one.floor_words.endswith(" of the noise floor") and broken.passes["norm_modulate"].floor_words == ""
+    assert one.floor_words.endswith(" the noise floor") and broken.passes["norm_modulate"].floor_words == ""
     data = broken.verdict.to_dict()
     assert [entry["of_noise_floor"] for entry in data["passes"] if entry["name"] == "fp8_linear"] == [one.of_floor]
     assert data["environment"]["inductor_cache"] in ("cold", "warm") and data["environment"]["autotune"] is False
@@ -296,5 +299,54 @@ def test_a_place_for_evidence_that_cannot_be_made_is_refused_before_the_work(sil
     (tmp_path / "file").write_text("mine")
     with pytest.raises(PipelineError, match="cannot be written"):
         h3opt.verify(silent, passes=["norm_modulate"], profile="cpu", evidence=tmp_path / "file" / "evidence")
-    check_folder(tmp_path / "none" / "yet")
+    check_folder(tmp_path / "none" / "yet", ["norm_modulate"])
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_no_evidence_may_replace_is_found_before_the_work(silent, tmp_path):
+    (tmp_path / "norm_modulate").mkdir()
+    (tmp_path / "norm_modulate" / "thesis").write_text("years")
+    told: list[Any] = []
+    with pytest.raises(PipelineError, match="norm_modulate holds something other than evidence"):
+        h3opt.verify(
+            silent, None, ["norm_modulate"], "cpu", evidence=tmp_path, progress=lambda *what: told.append(what)
+        )
+    assert told == []
+    write_evidence(tmp_path / "fused_swiglu", evidence())
+    check_folder(tmp_path, ["fused_swiglu", "fp8_linear"])
+
+
+FULL = [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")]
+
+
+def fills(error: Exception) -> Any:
+    """A ``save_file`` for which the disk is too small."""
+
+    def save_file(tensors: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise error
+
+    return save_file
+
+
+@pytest.mark.parametrize("error", FULL, ids=["writing", "in safetensors"])
+def test_a_disk_that_is_full_is_an_error_of_ours_and_old_evidence_stays(error, tmp_path, monkeypatch):
+    write_evidence(tmp_path / "e", evidence(call=7))
+    monkeypatch.setattr("h3opt.evidence.save_file", fills(error))
+    with pytest.raises(PipelineError, match="e cannot be written: .*No space left on device"):
+        write_evidence(tmp_path / "e", evidence())
+    assert read_evidence(tmp_path / "e").call == 7 and [path.name for path in tmp_path.iterdir()] == ["e"]
+
+
+def test_a_disk_that_is_full_costs_the_evidence_and_not_what_was_found(silent, tmp_path, monkeypatch):
+    monkeypatch.setattr("h3opt.evidence.save_file", fills(FULL[1]))
+    session, installed = prepare(silent, [make_pass("fp8_linear").mutants()[0].instance], "cpu")
+    try:
+        found = bisect_pass(session, installed, [GenerationSettings(num_inference_steps=2)], tmp_path / "fp8_linear")
+    finally:
+        session.uninstall()
+    assert found.site == "transformer.transformer_blocks.0.attn.to_q" and list(tmp_path.iterdir()) == []
+    assert "elements differ" in found.moved and "h3opt replay" not in str(found)
+    why = f"{tmp_path / 'fp8_linear'} cannot be written: I/O error: No space left on device. Give another folder."
+    assert str(found).endswith(f"; no evidence was saved: {why}")
+    assert json.loads(json.dumps(found.to_dict()))["unsaved"] == why and found.folder is None

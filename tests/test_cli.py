@@ -434,6 +434,15 @@ def test_an_unknown_floor_is_refused_with_the_nearest(refusal: Callable[..., str
     assert "no floor called 'sed' (did you mean 'seed'?)" in refusal("verify", "--floors", "ulp,sed")
 
 
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_place_for_evidence_that_something_else_is_in_is_refused(refusal: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "fused_swiglu").mkdir()
+    (tmp_path / "fused_swiglu" / "thesis").write_text("years")
+    message = refusal("verify", "--passes", "norm_modulate,fused_swiglu", "--evidence", tmp_path)
+    assert f"{tmp_path / 'fused_swiglu'} holds something other than evidence. Give another folder." in message
+    assert "is no folder one can write to" in refusal("verify", "--evidence", tmp_path / "fused_swiglu" / "thesis")
+
+
 def test_calibrate_says_what_perceptual_promises_should_be(h3opt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from test_page import verdict
 
@@ -447,7 +456,8 @@ def test_calibrate_says_what_perceptual_promises_should_be(h3opt: Run, monkeypat
         "fp8_linear: promises LPIPS ≤ 0.03, audio ≥ 40 dB; worst of 2 clips LPIPS 0.0123, audio 61.1 dB; " in result.out
     )
     assert "should promise LPIPS ≤ 0.025, audio ≥ 55 dB: too loose\n" in result.out
-    result = h3opt("verify", "--calibrate", "--passes", "fp8_linear", "--json", "-")
+    result = h3opt("verify", "--calibrate", "--passes", "fp8_linear", "--alone", "--json", "-")
+    assert not asked[0]["alone"] and asked[1]["alone"] and not asked[1]["leave_out"]
     assert asked[1]["passes"] == ["fp8_linear"] and json.loads(result.out)["calibration"][0]["loose"] is True
 
 
@@ -725,6 +735,7 @@ def test_evidence_replays_in_the_dtype_it_was_verified_with(
     monkeypatch.setattr("h3opt.generation.reference_pipeline", pipeline)
     found = Evidence("fused_swiglu", {}, "module", "transformer", 0, [], dtype=torch.float16, device="cpu")
     found.inputs, found.arguments = flatten(((), {}))
+    found.expected, found.found = [torch.ones(2)], [torch.zeros(2)]
     write_evidence(tmp_path / "e", found)
     refusal("replay", tmp_path / "e")
     refusal("replay", tmp_path / "e", "--dtype", "float32")

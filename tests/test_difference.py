@@ -34,6 +34,15 @@ def test_sound_that_comes_late_is_seen_in_frames():
     assert Difference.between(media(), late).av_offset_frames == pytest.approx(1, abs=0.01)
 
 
+def test_the_worse_channel_of_the_sound_counts():
+    noise = torch.randn(1, 2, 8000, generator=torch.Generator().manual_seed(1))
+    noisy = Media(media().video, media().audio + noise * torch.tensor([[0.001], [0.01]]), 16000)
+    found = Difference.between(media(), noisy)
+    expected = 20 * math.log10(12**-0.5 / 0.01)  # uniform sound against the noise of the second channel
+    assert found.audio_snr_db == pytest.approx(expected, abs=0.5)
+    assert found.audio_si_sdr_db == pytest.approx(expected, abs=0.5)
+
+
 def test_clips_of_different_length_are_refused():
     short = Media(media().video[:, :-1], media().audio, 16000)
     with pytest.raises(PipelineError, match="shapes"):

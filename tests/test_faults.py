@@ -222,6 +222,20 @@ def test_a_fault_of_the_sound_is_named(name, edit):
         assert found(with_audio(clip(seed), edit(clip(seed).audio)), seed) == {name}
 
 
+def test_sound_that_only_touches_full_scale_is_not_clipping():
+    at = torch.arange(clip(0).audio.shape[-1]) % 50
+    for samples, names in ((2, set()), (3, {"clipping"})):
+        audio = torch.where(at < samples, 1.0, clip(0).audio)
+        assert {one.name for one in find_faults(with_audio(clip(0), audio))} == names
+
+
+def test_half_a_frame_is_the_least_that_is_a_shift():
+    for frames, names in ((0.4, set()), (0.6, {"av_shift"})):
+        late = round(frames * RATE / FPS)
+        audio = torch.nn.functional.pad(clip(0).audio, (late, 0))[..., : clip(0).audio.shape[-1]]
+        assert found(with_audio(clip(0), audio)) == names
+
+
 def test_a_picture_that_comes_late_is_a_shift_too():
     late = with_video(clip(1), lambda video: video.copy_(torch.cat([video[:1] * 0.99, video[:-1]])))
     (finding,) = find_faults(late, reference=clip(1))
@@ -278,6 +292,25 @@ def test_a_fault_of_the_latents_is_named(name, edit):
         latents = trace(seed)
         edit(latents)
         assert found(clip(seed), seed, latents=latents) == {name}
+
+
+def test_few_samples_may_be_less_gaussian_than_many():
+    def tailed(count):
+        gaussian = 2**0.5 * torch.erfinv(2 * (torch.arange(count, dtype=torch.float64) + 0.5) / count - 1)
+        return gaussian.sign() * gaussian.abs() ** 1.15
+
+    for count, names in ((1000, set()), (57600, {"non_gaussian_initial_noise"})):
+        latents = trace(0)
+        latents.initial = tailed(count)
+        assert found(clip(0), latents=latents) == names
+
+
+def test_a_head_scaled_by_less_than_two_is_named_from_a_limit_on():
+    reference = torch.randn(1, 50, 8, 16, generator=torch.Generator().manual_seed(0))
+    for gain, count in ((1.3, 0), (1.5, 1), (1 / 1.3, 0), (1 / 1.5, 1)):
+        candidate = reference.clone()
+        candidate[:, :, 5] *= gain
+        assert len(find_faults(clip(0), heads={"block 3": (reference, candidate)})) == count
 
 
 def test_a_head_scaled_by_two_is_named():

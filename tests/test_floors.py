@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,16 @@ from h3opt import floors
 from h3opt.components import PipelineView
 from h3opt.difference import Difference
 from h3opt.errors import PassOptionError
-from h3opt.floors import AUTOTUNING, FLOORS, Floor, choose_floors, generations, measure_floors, multiple_words
+from h3opt.floors import (
+    AUTOTUNING,
+    FLOORS,
+    Floor,
+    choose_floors,
+    generations,
+    measure_floors,
+    multiple_digits,
+    multiple_words,
+)
 from h3opt.generation import GenerationSettings, Media, generate
 from h3opt.tables import verdict_lines
 
@@ -149,10 +159,9 @@ def test_compiling_moves_the_pipeline_and_leaves_nobody_elses_graphs_cold(silent
     assert verdict.environment["floors"]["compile"]["max_autotune"] is False
     (exact, fp8) = verdict.passes
     assert fp8.of_floors["compile"] == fp8.difference.over(compile.difference)
-    assert fp8.floor_words.endswith(" of what compiling alone does") and exact.floor_words == ""
-    assert verdict.held and f"fp8_linear moved {fp8.of_floors['ulp']:.2g} of the noise floor" in "\n".join(
-        verdict_lines(verdict)
-    )
+    assert fp8.floor_words.endswith(" what compiling alone does") and exact.floor_words == ""
+    moved = f"fp8_linear moved {multiple_words('ulp', fp8.of_floors['ulp'])}"
+    assert verdict.held and moved in "\n".join(verdict_lines(verdict))
 
 
 # --- names and words ---------------------------------------------------------------------------------------------
@@ -194,7 +203,41 @@ def test_a_verdict_says_all_floors_in_lines_and_as_json():
     assert set(data["all_passes_of_floors"]) == {"ulp", "compile", "seed"} and data["noise_floor"]["lpips"] == 0.02
 
 
-def test_multiples_read_as_sentences():
+@pytest.mark.parametrize(
+    ("multiple", "words", "digits"),
+    [
+        (0.0, "far below the noise floor", "0"),
+        (0.0099, "far below the noise floor", "<0.01"),
+        (0.01, "0.01 of the noise floor", "0.01"),
+        (0.0312, "0.031 of the noise floor", "0.031"),
+        (0.4, "0.4 of the noise floor", "0.4"),
+        (0.996, "1 times the noise floor", "1"),
+        (12.4, "12 times the noise floor", "12"),
+        (123.0, "120 times the noise floor", "120"),
+        (999.9, "1000 times the noise floor", "1000"),
+        (1001.0, "far above the noise floor", ">1000"),
+        (2.7e9, "far above the noise floor", ">1000"),
+        (math.inf, "beyond any noise floor", ">1000"),
+    ],
+)
+def test_multiples_read_as_sentences_of_two_digits_where_these_say_something(multiple, words, digits):
+    assert multiple_words("ulp", multiple) == words and multiple_digits(multiple) == digits
+
+
+def test_far_above_one_ulp_alone_what_else_to_measure_is_said():
+    little = [Floor("ulp", Difference(5, 7, 1e-9, 150.0, 150.0))]
+    verdict = shown(floors=little)
+    assert verdict.floor_words == ["far above the noise floor"] and verdict.of_floor is not None
+    said = "far above the noise floor (`--floors compile` says what compiling alone does)"
+    assert any(line.endswith(said) for line in verdict_lines(verdict))
+    assert json.loads(json.dumps(verdict.to_dict()))["all_passes_of_noise_floor"] == verdict.of_floor > 1e6
+    for others in ([*little, Floor("compile", None, "no compiler")], shown().floors, []):
+        assert shown(floors=others).floor_hint == ""
+    equal = shown(floors=little, all_passes=Difference())
+    assert equal.floor_words == [] and equal.floor_hint == ""
+
+
+def test_multiples_of_every_floor_read_as_sentences():
     assert multiple_words("compile", 0.4) == "0.4 of what compiling alone does"
     assert multiple_words("ulp", float("inf")) == "beyond any noise floor"
     assert multiple_words("cache", float("inf")) == "beyond any multiple of what a warm cache does"

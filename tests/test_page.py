@@ -252,8 +252,35 @@ def test_a_broken_promise_a_fault_and_nan_are_shown(tmp_path):
     assert worst["lpips"] is None and image(worst["optimized"]).getpixel((5, 5)) == (255, 0, 255)
 
 
+def test_what_is_far_above_one_ulp_is_said_in_words(tmp_path):
+    tiny = [Floor("ulp", Difference(5, 7, 1e-9, 150.0, 150.0))]
+    fp8 = dataclasses.replace(verdict().passes[1], of_floors={"ulp": 2.7e9})
+    write_report(tmp_path / "r.html", verdict(1, floors=tiny, passes=[fp8]))
+    words = " ".join(Structure((tmp_path / "r.html").read_text(encoding="utf-8")).text.split())
+    assert "That is far above the noise floor: `--floors compile` says what compiling alone does." in words
+    assert ">1000" in words and "e+0" not in words.partition("Environment")[0]
+
+
+def test_what_a_pass_does_alone_has_a_column_where_it_was_asked_for(tmp_path, pages):
+    one, other, _ = verdict().passes
+    alone = [
+        dataclasses.replace(one, alone_failed="nothing to do: it builds on <b>"),
+        dataclasses.replace(other, alone=MOVED),
+    ]
+    write_report(tmp_path / "r.html", verdict(1, passes=alone))
+    (here, there) = (Structure(file.read_text(encoding="utf-8")) for file in (tmp_path / "r.html", pages[0]))
+    assert " ".join(here.text.split()).count("alone") == 1 + there.text.count("alone")
+    assert "nothing to do: it builds on <b>" in here.text
+    assert " ".join(here.text.split()).count(str(MOVED)) > 2
+
+
 def test_one_fault_and_the_verdict_does_not_hold():
     assert verdict(1).held and not verdict(1, faults=[(0, Finding("seam", "column 48", 12.7, 3))]).held
+
+
+def test_capture_that_moves_bits_breaks_the_verdict_of_the_direct_executor_alone():
+    assert not verdict(1, capture=MOVED).held
+    assert verdict(1, capture=MOVED, report=Report("cpu", "cpu", "inductor", "block")).held
 
 
 def test_equal_clips_make_a_report_and_nothing_to_vote_on(tmp_path):

@@ -15,10 +15,11 @@ import h3opt
 from h3opt.errors import CheckpointError, PassConflictError, PipelineError, ShortfallError, UnknownPassError
 from h3opt.generation import GenerationSettings, generate
 from h3opt.kernels import ops
+from h3opt.promises import Exact, Perceptual, Rounding
 from h3opt.registry import make_pass
 from h3opt.tables import verdict_lines
 from h3opt.testing import rewired
-from h3opt.verification import Difference, Verdict
+from h3opt.verification import Difference, Verdict, _furthest, _holds
 
 aten = torch.ops.aten
 CLIP = GenerationSettings(num_inference_steps=3)
@@ -154,6 +155,70 @@ def test_several_seeds_and_leaving_out_are_summed_up(silent):
     assert "LPIPS over 2 clips: worst 0.0000, mean 0.0000, no worse than 0.0000 with confidence 0.95" in text
     assert "leaving out norm_modulate: bits equal" in text and "white_latents" in text
     assert [what[1] for what in told] == list(range(len(told))) and told[-1][1] == told[-1][2]
+
+
+FLOOR = Difference(1, 1, 0.01, 60.0, 40.0)
+
+
+@pytest.mark.parametrize(
+    ("promise", "difference", "floor", "held"),
+    [
+        (Exact(), Difference(), None, True),
+        (Exact(), Difference(1, 0), None, False),
+        (Exact(), Difference(0, 1), FLOOR, False),
+        (Rounding(), Difference(), None, True),
+        (Rounding(), Difference(1, 1, 0.01, 60.0, 40.0), FLOOR, True),
+        (Rounding(), Difference(1, 1, 0.0101, 60.0, 40.0), FLOOR, False),
+        (Rounding(), Difference(1, 1, 0.01, 60.0, 39.9), FLOOR, False),
+        (Rounding(), Difference(1, 1, math.nan, 60.0, 40.0), FLOOR, False),
+        (Rounding(), Difference(1, 0), None, False),
+        (Perceptual(0.02, 30.0), Difference(1, 1, 0.02, 60.0, 30.0), FLOOR, True),
+        (Perceptual(0.02, 30.0), Difference(1, 1, 0.0201, 60.0, 30.0), FLOOR, False),
+        (Perceptual(0.02, 30.0), Difference(1, 1, 0.02, 60.0, 29.9), FLOOR, False),
+        (Perceptual(0.02, 30.0), Difference(1, 1, 0.02, 60.0, math.nan), FLOOR, False),
+        (Perceptual(0.02), Difference(1, 0, 0.02, 60.0), FLOOR, True),
+        (Perceptual(0.02), Difference(1, 1, 0.02, 60.0, 150.0), FLOOR, False),
+        (Perceptual(0.02), Difference(1, 0, 0.0201, 60.0), FLOOR, False),
+    ],
+    ids=str,
+)
+def test_a_promise_holds_up_to_its_limit_in_picture_and_sound(promise, difference, floor, held):
+    assert _holds(promise, difference, floor) is held
+
+
+def test_alone_a_pass_is_compared_with_the_unmodified_pipeline_and_what_builds_on_others_says_so(silent):
+    told: list[tuple[str, int, int]] = []
+    verdict = h3opt.verify(
+        silent,
+        None,
+        ["fp8_linear", "quant_producer_fusion"],
+        "cpu",
+        settings=dataclasses.replace(CLIP, num_inference_steps=2),
+        alone=True,
+        progress=lambda *what: told.append(what),
+    )
+    fp8, fused = verdict.passes
+    assert fused.difference.equal and fp8.alone == fp8.difference == verdict.all_passes and not fp8.alone.equal
+    assert fused.alone is None and fused.tried_alone and not fused.tried
+    text = "\n".join(verdict_lines(verdict))
+    assert f"fp8_linear alone: {fp8.difference}" in text
+    assert "quant_producer_fusion alone: nothing to do: it builds on fp8_linear, vae_fp8_linear" in text
+    found = json.loads(json.dumps(verdict.to_dict(), allow_nan=False))["passes"]
+    assert found[0]["alone"]["lpips"] == fp8.difference.lpips and found[1]["alone"] is None
+    assert found[1]["alone_failed"].startswith("nothing to do")
+    assert [what[1] for what in told] == list(range(len(told))) and told[-1][1] == told[-1][2]
+    assert [what for what, *_ in told if what.endswith("alone")] == ["fp8_linear alone"]
+
+
+def test_the_clip_that_moved_most_is_shown_by_picture_then_sound_then_bits():
+    still, moved = Difference(), Difference(9, 9, 0.2, 40.0, 50.0)
+    for further in (
+        Difference(1, 1, 0.3, 50.0, 60.0),
+        Difference(1, 1, 0.2, 50.0, 40.0),
+        Difference(9, 10, 0.2, 40.0, 50.0),
+        Difference(1, 0, math.nan),
+    ):
+        assert _furthest([still, moved, further]) == 2 and _furthest([further, moved, still]) == 0
 
 
 def test_no_seed_is_no_clip(silent):
