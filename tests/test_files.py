@@ -55,6 +55,8 @@ def evidence(call: int) -> Evidence:
         call,
         [],
         arguments=[{"list": []}, {"dict": {}}],
+        expected=[torch.zeros(2)],
+        found=[torch.ones(2)],
         dtype=torch.float32,
         device="cpu",
     )
