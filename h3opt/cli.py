@@ -163,7 +163,9 @@ def verify(
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Say what Perceptual promises should be.")] = False,
     floors: Annotated[
         str,
-        typer.Option(help="Comma-separated: compile, cache, attention, seed; ulp is measured where a pass needs it."),
+        typer.Option(
+            help="Comma-separated: ulp, compile, cache, attention, seed; ulp comes by itself where a pass needs it."
+        ),
     ] = "",
     report: Annotated[Path | None, typer.Option(help="Write a page to look at and listen to.")] = None,
     blind: Annotated[Path | None, typer.Option(help="Write a page that asks which of two clips is better.")] = None,
@@ -269,7 +271,10 @@ def bench(
     rounds: Annotated[int, typer.Option(help="Interleaved visits to every arm.")] = 3,
     steps: Annotated[bool, typer.Option("--steps/--no-steps", help="Every pass cumulatively, or all at once.")] = True,
     leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Decode with the tiny VAEs, on any device.")] = False,
+    tiny: Annotated[
+        bool,
+        typer.Option("--tiny", help="Decode with the tiny VAEs, on any device; on a CPU choose --canvas 64x96x124."),
+    ] = False,
     trained: Annotated[
         bool, typer.Option("--trained", help="Decode with the small trained reference's VAEs, on any device.")
     ] = False,

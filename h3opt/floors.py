@@ -246,7 +246,7 @@ def floor_hint(difference: Difference, floors: Sequence[Floor]) -> str:
     In float32 one ulp moves next to nothing, and anything at all is far above it.
     """
     if [one.name for one in floors] == ["ulp"] and multiples(difference, floors).get("ulp", 0.0) > _MOST:
-        return f"`--floors compile` says {FLOORS['compile'].what}"
+        return f"--floors compile says {FLOORS['compile'].what}"
     return ""
 
 

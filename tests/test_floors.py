@@ -228,7 +228,7 @@ def test_far_above_one_ulp_alone_what_else_to_measure_is_said():
     little = [Floor("ulp", Difference(5, 7, 1e-9, 150.0, 150.0))]
     verdict = shown(floors=little)
     assert verdict.floor_words == ["far above the noise floor"] and verdict.of_floor is not None
-    said = "far above the noise floor (`--floors compile` says what compiling alone does)"
+    said = "far above the noise floor (--floors compile says what compiling alone does)"
     assert any(line.endswith(said) for line in verdict_lines(verdict))
     assert json.loads(json.dumps(verdict.to_dict()))["all_passes_of_noise_floor"] == verdict.of_floor > 1e6
     for others in ([*little, Floor("compile", None, "no compiler")], shown().floors, []):

@@ -257,7 +257,7 @@ def test_what_is_far_above_one_ulp_is_said_in_words(tmp_path):
     fp8 = dataclasses.replace(verdict().passes[1], of_floors={"ulp": 2.7e9})
     write_report(tmp_path / "r.html", verdict(1, floors=tiny, passes=[fp8]))
     words = " ".join(Structure((tmp_path / "r.html").read_text(encoding="utf-8")).text.split())
-    assert "That is far above the noise floor: `--floors compile` says what compiling alone does." in words
+    assert "That is far above the noise floor: --floors compile says what compiling alone does." in words
     assert ">1000" in words and "e+0" not in words.partition("Environment")[0]
 
 
