@@ -25,11 +25,12 @@ from h3opt.errors import PipelineError
 from h3opt.evidence import Evidence, flatten, tensors_in, write_evidence
 from h3opt.faults import Finding, find_head_faults
 from h3opt.generation import GenerationSettings, generate
+from h3opt.graph.matcher import Match
+from h3opt.graph.rewriter import apply_rules
 from h3opt.lowering import Lowering
 from h3opt.protocol import GraphFacts, GraphPass, Pass, Yes
 from h3opt.quality import bits_equal
 from h3opt.registry import in_order
-from h3opt.rewrite import Match, apply_rules
 from h3opt.session import Session
 
 Call = tuple[str, int]

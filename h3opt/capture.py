@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 from h3opt import _torch_private as private
 from h3opt.calls import around
 from h3opt.errors import H3OptError, PipelineError
+from h3opt.graph.tracing import retrace
 
 
 class Planner(Protocol):
@@ -125,29 +126,6 @@ def noting() -> Iterator[list[CapturedGraph]]:
         yield cast(list[CapturedGraph], _noted.get())
     finally:
         _noted.reset(token)
-
-
-def retrace(graph: GraphModule) -> GraphModule:
-    """Dynamo's graph → the semantic graph, with the same placeholders.
-
-    Raises:
-        PipelineError: the graph has no tensor input, so there is nothing to rewrite.
-    """
-    examples: list[Any] = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
-    fake_mode = next((value.fake_mode for value in examples if isinstance(value, private.FakeTensor)), None)
-    if fake_mode is None:
-        raise PipelineError("The captured graph has no tensor input. Compile a module that takes tensors.")
-    # Node by node, so that each new node knows which of the model's modules it came from.
-    with fake_mode, torch.fx.traceback.preserve_node_meta():
-        return private.make_fx(
-            torch.fx.Interpreter(graph).run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True
-        )(*examples)
-
-
-def trace(function: Callable[..., Any], args: Sequence[Any]) -> GraphModule:
-    """The semantic graph of a function of tensors, with the sizes of ``args``."""
-    with torch.no_grad():
-        return private.make_fx(function, pre_dispatch=True, tracing_mode="fake")(*args)
 
 
 def dynamo_backend(graph: GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None) -> Any:

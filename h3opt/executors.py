@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from h3opt._torch_private import compile_with_inductor
-from h3opt.lowering import copy_graph
+from h3opt.graph.nodes import copy_graph
 
 Executor = Callable[[GraphModule, list[Any]], Callable[..., Any]]
 

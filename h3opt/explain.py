@@ -12,7 +12,8 @@ from typing import Any
 from h3opt import patterns
 from h3opt.components import PipelineView
 from h3opt.generation import GenerationSettings, generate
-from h3opt.protocol import GraphPass, Pass, Plan, Rule, SchedulePass
+from h3opt.graph.matcher import Rule
+from h3opt.protocol import GraphPass, Pass, Plan, SchedulePass
 from h3opt.registry import find_pass, list_passes, make_pass
 from h3opt.report import PassReport
 from h3opt.session import optimize

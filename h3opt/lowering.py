@@ -11,14 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
-from h3opt.canonical import canonicalize, value
 from h3opt.errors import H3OptError, PassFailedError, ShortfallError, ShortfallWarning
+from h3opt.graph.canonicalize import canonicalize
+from h3opt.graph.matcher import Match, NearMiss
+from h3opt.graph.nodes import copy_graph, value
+from h3opt.graph.rewriter import apply_rules
 from h3opt.probe import probe, signature
 from h3opt.promises import Perceptual
 from h3opt.protocol import GraphFacts, GraphPass
-from h3opt.rewrite import Match, NearMiss, apply_rules
 
 
 @dataclass
@@ -162,11 +164,3 @@ def _common(left: list[GraphPass], right: list[GraphPass | None]) -> int:
     """How many passes two lists begin with alike."""
     different = (number for number, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1])
     return next(different, min(len(left), len(right)))
-
-
-def copy_graph(module: GraphModule) -> GraphModule:
-    """A graph that can be rewritten without touching ``module``; metadata and constants are shared."""
-    graph = Graph()
-    output = graph.graph_copy(module.graph, {})
-    graph.output(output)
-    return torch.fx.GraphModule(module, graph)

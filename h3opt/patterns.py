@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from h3opt.canonical import value
-from h3opt.rewrite import Match
+from h3opt.graph.matcher import Match
+from h3opt.graph.nodes import value
 
 aten = torch.ops.aten
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}

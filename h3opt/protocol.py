@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from h3opt.device import Device
+from h3opt.graph.matcher import Rule
 from h3opt.promises import Promise
 
 if TYPE_CHECKING:
     import torch
 
     from h3opt.components import PipelineView
-    from h3opt.rewrite import Match
     from h3opt.testing import Draw
 
 
@@ -80,29 +80,6 @@ class GraphFacts:
         if not self.holds:
             return None
         return sum(count * self.holds.get(kind.replace("_", ".", 1), 0) for kind, count in sites.items())
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One rewrite: wherever ``pattern`` occurs, put ``replacement``.
-
-    Both are functions with the same parameter names, written with ``torch.ops.aten`` (or h3opt's own) operators and
-    plain ``+`` and ``*``. They are traced, so no parameter has a value: each matches a tensor *or* a literal (an
-    ``eps``, a size) and ``+`` and ``*`` match either operand order. A pattern may return several values; the last
-    one is where matching starts, and the others must lie on the way to it.
-
-    Both are also ordinary functions of real tensors, which is how the probe compares them on the user's machine.
-
-    Attributes:
-        guard: called with the match; returns why this site must be left alone, or ``None`` to go ahead.
-        index_into: for integer inputs, the name of the table they select rows of, e.g.
-            ``{"index": "scale_table"}``: what the probe needs to draw valid ones.
-    """
-
-    pattern: Callable[..., Any]
-    replacement: Callable[..., Any]
-    guard: Callable[[Match], str | None] | None = None
-    index_into: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,15 @@ import torch
 from torch.fx import GraphModule
 from torch.nn.functional import rms_norm
 
-from h3opt.canonical import canonicalize
-from h3opt.capture import trace
 from h3opt.errors import PassFailedError
-from h3opt.lowering import copy_graph
+from h3opt.graph.canonicalize import canonicalize
+from h3opt.graph.matcher import Rule
+from h3opt.graph.nodes import copy_graph
+from h3opt.graph.rewriter import Outcome, apply_rules
+from h3opt.graph.tracing import trace
 from h3opt.promises import Exact, Perceptual, Rounding
-from h3opt.protocol import Decline, Example, GraphPass, Rule
+from h3opt.protocol import Decline, Example, GraphPass
 from h3opt.quality import bits_equal, relative_error, row_ulps
-from h3opt.rewrite import Outcome, apply_rules
 from h3opt.tiles import Lane
 
 SPECIAL_VALUES = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0)

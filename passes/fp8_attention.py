@@ -10,16 +10,17 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from h3opt.device import Device
+from h3opt.graph.matcher import Rule
 from h3opt.kernels import attention
 from h3opt.patterns import heads_attend, heads_line_up, norm_rope, unmasked_attention
 from h3opt.promises import Perceptual
-from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, No, Rule, Yes
+from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, No, Yes
 from h3opt.registry import register
 from h3opt.testing import Draw, norm_and_turn
 
 if TYPE_CHECKING:
     from h3opt.components import PipelineView
-    from h3opt.rewrite import Match
+    from h3opt.graph.matcher import Match
 
 aten = torch.ops.aten
 

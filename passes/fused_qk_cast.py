@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm
 
+from h3opt.graph.matcher import Rule
 from h3opt.kernels import attention, ops
 from h3opt.patterns import heads_line_up, norm_rope, per_token
 from h3opt.promises import Exact
-from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, Rule
+from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant
 from h3opt.registry import register
 from h3opt.testing import Draw, norm_and_turn, rewired
 

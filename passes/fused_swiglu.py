@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
+from h3opt.graph.matcher import Rule
 from h3opt.kernels import ops
 from h3opt.patterns import halves_of_channels, swiglu
 from h3opt.promises import Exact
-from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, Rule
+from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant
 from h3opt.registry import register
 from h3opt.testing import Draw, rewired, unguarded
 

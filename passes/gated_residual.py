@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from h3opt.graph.matcher import Match, Rule
 from h3opt.kernels import ops
 from h3opt.patterns import gated_residual, tables_line_up
 from h3opt.promises import Exact
-from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, Rule
+from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant
 from h3opt.registry import register
-from h3opt.rewrite import Match
 from h3opt.testing import Draw, rewired
 
 

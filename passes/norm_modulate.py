@@ -8,10 +8,11 @@ from typing import Any
 
 from torch.nn.functional import rms_norm
 
+from h3opt.graph.matcher import Rule
 from h3opt.kernels import ops
 from h3opt.patterns import modulated_norm, tables_line_up
 from h3opt.promises import Exact
-from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, Rule
+from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant
 from h3opt.registry import register
 from h3opt.testing import Draw, rewired, unguarded
 

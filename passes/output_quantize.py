@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from h3opt.device import Device
+from h3opt.graph.matcher import Rule
 from h3opt.kernels import attention, ops
 from h3opt.promises import Perceptual
-from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, No, Rule, Yes
+from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, No, Yes
 from h3opt.registry import register
 from h3opt.testing import Draw, rewired
 
 if TYPE_CHECKING:
     from h3opt.components import PipelineView
-    from h3opt.rewrite import Match
+    from h3opt.graph.matcher import Match
 
 aten = torch.ops.aten
 WRITES_FP8 = ("cudnn", "triton")

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 from h3opt.device import Device
+from h3opt.graph.matcher import Match, Rule
 from h3opt.kernels import ops
 from h3opt.patterns import (
     halves_of_channels,
@@ -21,9 +22,8 @@ from h3opt.patterns import (
     widened_norm,
 )
 from h3opt.promises import Exact
-from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, No, Rule, Yes
+from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, No, Yes
 from h3opt.registry import register
-from h3opt.rewrite import Match
 from h3opt.testing import Draw, rewired
 
 if TYPE_CHECKING:

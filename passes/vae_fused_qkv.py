@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm
 
+from h3opt.graph.matcher import Match, Rule
 from h3opt.kernels import ops
 from h3opt.patterns import turn, turn_lines_up
 from h3opt.promises import Exact
-from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, Rule
+from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant
 from h3opt.registry import register
-from h3opt.rewrite import Match
 from h3opt.testing import Draw, norm_and_turn, rewired
 
 aten = torch.ops.aten

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm
 
+from h3opt.graph.matcher import Match, Rule
 from h3opt.kernels import ops
 from h3opt.patterns import narrowed_norm, norm_is_wide, not_contiguous, widened_norm
 from h3opt.promises import Exact
-from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, Rule
+from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant
 from h3opt.registry import register
-from h3opt.rewrite import Match
 from h3opt.testing import Draw, rewired
 
 aten = torch.ops.aten

@@ -13,9 +13,9 @@ from conftest import assert_same_media, build
 from torch.nn.functional import rms_norm
 
 import h3opt
-from h3opt.capture import retrace, trace
 from h3opt.errors import H3OptError, PassOptionError, PipelineError, UnknownPassError
 from h3opt.generation import GenerationSettings, generate
+from h3opt.graph.tracing import retrace, trace
 from h3opt.quality import bits_equal
 
 aten = torch.ops.aten

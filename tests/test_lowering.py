@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from h3opt import lowering as lowering_module
-from h3opt.capture import trace
 from h3opt.errors import PassFailedError, ShortfallError, ShortfallWarning
+from h3opt.graph.matcher import Match, Rule
+from h3opt.graph.nodes import copy_graph
+from h3opt.graph.rewriter import apply_rules
+from h3opt.graph.tracing import trace
 from h3opt.kernels import ops
-from h3opt.lowering import Lowering, copy_graph
+from h3opt.lowering import Lowering
 from h3opt.probe import probe, signature
 from h3opt.promises import Exact, Perceptual, Rounding
-from h3opt.protocol import GraphFacts, GraphPass, Rule
+from h3opt.protocol import GraphFacts, GraphPass
 from h3opt.quality import bits_equal
 from h3opt.registry import in_order, list_passes, make_pass
-from h3opt.rewrite import Match, apply_rules
 from h3opt.testing import Draw, rewired
 
 aten = torch.ops.aten

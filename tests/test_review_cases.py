@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from h3opt import optimize
-from h3opt.canonical import canonicalize
-from h3opt.capture import trace
 from h3opt.errors import PipelineError
+from h3opt.graph.canonicalize import canonicalize
+from h3opt.graph.tracing import trace
 from h3opt.reference import full_inputs, tiny_pipeline
 from h3opt.registry import make_pass
 from h3opt.testing import Draw, Example, rewrite, semantic

@@ -16,8 +16,8 @@ from diffusers.models.autoencoders.autoencoder_kl_minimax_h3_audio import (
 from torch.nn.utils.weight_norm import WeightNorm
 
 from h3opt import optimize
-from h3opt.capture import retrace
 from h3opt.errors import ShortfallError
+from h3opt.graph.tracing import retrace
 from h3opt.quality import audio_snr_db
 
 NAME = "audio_direct_depthwise"

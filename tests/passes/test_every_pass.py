@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from torch.fx import GraphModule, Node
 
 from h3opt.calls import around
-from h3opt.canonical import canonicalize, value
-from h3opt.capture import trace
 from h3opt.floors import Nudge
 from h3opt.generation import GenerationSettings, Media, generate
+from h3opt.graph.canonicalize import canonicalize
+from h3opt.graph.matcher import parameters, traced
+from h3opt.graph.nodes import value
+from h3opt.graph.tracing import trace
 from h3opt.promises import Exact, Perceptual, Rounding
 from h3opt.protocol import GraphFacts, GraphPass, Pass
 from h3opt.quality import bits_equal
 from h3opt.registry import in_order, list_passes, make_pass
-from h3opt.rewrite import parameters, traced
 from h3opt.session import Session, prepare
 from h3opt.testing import (
     Draw,

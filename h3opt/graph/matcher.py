@@ -1,28 +1,26 @@
-"""Find the sites of a rule in a semantic graph, rewrite them, and say why the nearest miss was one.
-
-``torch.fx.subgraph_rewriter`` finds sites too, but a pass here must be able to say *why* a site was left alone, match
-literals by name and try both orders of ``+`` and ``*``; hence a matcher of our own.
-"""
+"""Find the places where a pattern occurs in a semantic graph."""
 
 from __future__ import annotations
 
-import heapq
+import dataclasses
 import inspect
 import math
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
-from h3opt.canonical import mutating_node, spell, value
-from h3opt.errors import PassDefinitionError, PassFailedError
-from h3opt.protocol import Rule
+from h3opt.errors import PassDefinitionError
+from h3opt.graph.canonicalize import spell
+from h3opt.graph.nodes import describe_site, value
 
 aten = torch.ops.aten
+
+
 _COMMUTATIVE = {aten.add.Tensor, aten.mul.Tensor}
 
 
@@ -85,64 +83,6 @@ class Match:
         anchor = self.outputs[-1]
         assert anchor is not None  # matching starts there
         return anchor
-
-
-@dataclass
-class Outcome:
-    """What applying rules to one graph did."""
-
-    matched: int = 0
-    sites: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    near_misses: list[NearMiss] = field(default_factory=list)
-
-
-def apply_rules(
-    rules: tuple[Rule, ...], module: GraphModule, accept: Callable[[Match], str | None] | None = None
-) -> Outcome:
-    """Rewrite every site of ``rules`` in ``module``, in place.
-
-    Args:
-        rules: tried in order at each site.
-        module: a canonical semantic graph with fake values in ``node.meta["val"]``.
-        accept: a last check before a site is rewritten (the probe); returns a reason to leave it alone.
-
-    Raises:
-        PassFailedError: a replacement's outputs differ from the pattern's in shape, dtype or device.
-    """
-    outcome = Outcome()
-    writer = mutating_node(module)
-    if writer is not None:
-        outcome.near_misses.append(
-            NearMiss(describe_site(writer), 0, 0, f"the graph writes to a tensor there ({writer.target})")
-        )
-        return outcome
-    missed: list[tuple[Node, NearMiss]] = []
-    for rule in rules:
-        for anchor in list(module.graph.nodes):
-            if anchor.op != "call_function" or (not anchor.users):
-                continue
-            found, miss = match_at(rule, anchor)
-            if found is None:
-                if miss is not None and miss.matched > 1:
-                    missed.append((anchor, miss))
-                continue
-            reason = accept(found) if accept is not None else None
-            if reason is not None:
-                outcome.refused.append(f"{found.site}: {reason}")
-                continue
-            outcome.matched += 1
-            outcome.sites.append(found.site)
-            _replace(module, found)
-    left = set(module.graph.nodes)  # what another rule rewrote was no miss
-    misses = sorted((miss for node, miss in missed if node in left), key=lambda miss: -miss.matched)
-    outcome.near_misses += [miss for miss in misses if 2 * miss.matched >= miss.of] or misses[:1]
-    if outcome.matched:
-        _sort_stably(module.graph)
-        module.graph.eliminate_dead_code()
-        module.graph.lint()
-        module.recompile()
-    return outcome
 
 
 def match_at(rule: Rule, anchor: Node) -> tuple[Match | None, NearMiss | None]:
@@ -211,16 +151,6 @@ def traced(function: Callable[..., Any]) -> Traced:
         raise PassDefinitionError(f"{name} returns something that is not a tensor. Return the values it computes.")
     placeholders = tuple(node for node in graph.nodes if node.op == "placeholder")
     return Traced(tuple(graph.nodes), placeholders, outputs)
-
-
-def describe_site(node: Node) -> str:
-    """A node and the module it came from, e.g. ``add_2 (norm2)``."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return node.name
-    path = str(list(stack.values())[-1][0])
-    path = path.replace("L['module'].", "").replace("L['module']", "").replace("_modules['", "").replace("']", "")
-    return f"{node.name} in {path}" if path else node.name
 
 
 class _Attempt:
@@ -325,75 +255,6 @@ def _feeds_itself(state: dict[Node, Any], matched: dict[Node, Node]) -> str | No
     return None
 
 
-def _replace(module: GraphModule, match: Match) -> None:
-    replacement = traced(match.rule.replacement)
-    unknown = [node.target for node in replacement.placeholders if node.target not in match.bound]
-    if unknown:
-        raise PassDefinitionError(
-            f"{match.rule.replacement.__qualname__} takes {unknown[0]!r}, which the pattern does not bind. "
-            "Give pattern and replacement the same parameters."
-        )
-    anchor = match.anchor
-    made: dict[Node, Any] = {node: match.bound[str(node.target)] for node in replacement.placeholders}
-    with module.graph.inserting_before(anchor):
-        for node in replacement.nodes:
-            if node.op == "call_function":
-                made[node] = module.graph.node_copy(node, lambda argument: made[argument])
-                made[node].meta = {"nn_module_stack": anchor.meta.get("nn_module_stack")}
-                made[node].meta["val"] = _fake_value(made[node], module)
-    for old, new in zip(match.outputs, replacement.outputs, strict=True):
-        if old is None:
-            continue
-        new_node = made[new]
-        _require_same_meta(old, new_node, match)
-        old.replace_all_uses_with(new_node)
-    replaced = set(match.nodes.values())
-    for node in reversed(list(module.graph.nodes)):
-        if node in replaced and not node.users:
-            module.graph.erase_node(node)
-
-
-def _sort_stably(graph: Graph) -> None:
-    """Inputs before their readers, and otherwise the order as it was: random operators and mode switches have one."""
-    position = {node: number for number, node in enumerate(graph.nodes)}
-    missing = {node: len(node.all_input_nodes) for node in position}
-    ready = [number for node, number in position.items() if not missing[node]]
-    nodes = list(position)
-    heapq.heapify(ready)
-    last: Node | None = None
-    while ready:
-        node = nodes[heapq.heappop(ready)]
-        if last is not None:
-            last.append(node)
-        last = node
-        for user in node.users:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, position[user])
-
-
-def _fake_value(node: Node, module: GraphModule) -> Any:
-    tensors = (value(other) for other in module.graph.nodes)
-    fake_mode = next(tensor.fake_mode for tensor in tensors if tensor is not None)  # type: ignore[attr-defined]
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    with fake_mode:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _require_same_meta(old: Node, new: Any, match: Match) -> None:
-    before, after = value(old), value(new)
-    if before is None or after is None:
-        return
-    same_shape = len(before.shape) == len(after.shape) and all(
-        str(left) == str(right) for left, right in zip(before.shape, after.shape, strict=True)
-    )
-    if not same_shape or before.dtype != after.dtype or before.device != after.device:
-        raise PassFailedError(
-            f"{match.rule.replacement.__qualname__} gives {after.dtype} {list(after.shape)} at {match.site}, where the "
-            f"pattern gives {before.dtype} {list(before.shape)}. Add a guard to the rule, or mend the replacement."
-        )
-
-
 def _resolve_overload(node: Node, name: str) -> None:
     """``torch.ops.aten.rms_norm`` → ``torch.ops.aten.rms_norm.default``, where only one overload can be meant."""
     packet = node.target
@@ -440,3 +301,26 @@ def _name(found: Any) -> str:
 def parameters(rule: Rule) -> list[str]:
     """The parameter names of a rule's pattern."""
     return list(inspect.signature(rule.pattern).parameters)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rewrite: wherever ``pattern`` occurs, put ``replacement``.
+
+    Both are functions with the same parameter names, written with ``torch.ops.aten`` (or h3opt's own) operators and
+    plain ``+`` and ``*``. They are traced, so no parameter has a value: each matches a tensor *or* a literal (an
+    ``eps``, a size) and ``+`` and ``*`` match either operand order. A pattern may return several values; the last
+    one is where matching starts, and the others must lie on the way to it.
+
+    Both are also ordinary functions of real tensors, which is how the probe compares them on the user's machine.
+
+    Attributes:
+        guard: called with the match; returns why this site must be left alone, or ``None`` to go ahead.
+        index_into: for integer inputs, the name of the table they select rows of, e.g.
+            ``{"index": "scale_table"}``: what the probe needs to draw valid ones.
+    """
+
+    pattern: Callable[..., Any]
+    replacement: Callable[..., Any]
+    guard: Callable[[Match], str | None] | None = None
+    index_into: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -13,7 +13,10 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
+from h3opt.graph.nodes import mutating_node, value
+
 aten = torch.ops.aten
+
 
 _PYTHON_OPERATORS: dict[Any, Any] = {
     operator.add: aten.add.Tensor,
@@ -22,7 +25,11 @@ _PYTHON_OPERATORS: dict[Any, Any] = {
     operator.truediv: aten.div.Tensor,
     operator.neg: aten.neg.default,
 }
+
+
 _SAME_MEANING: dict[Any, Any] = {aten.add.Scalar: aten.add.Tensor, aten.mul.Scalar: aten.mul.Tensor}
+
+
 _TO_END = 2**63 - 1
 
 
@@ -40,21 +47,6 @@ def canonicalize(module: GraphModule) -> GraphModule:
         module.graph.eliminate_dead_code()
         module.recompile()
     return module
-
-
-def mutating_node(module: GraphModule) -> Node | None:
-    """The first node that writes to a tensor; a graph that has one cannot be matched across it safely."""
-    for node in module.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op == "call_function" and schema is not None and schema.is_mutable:
-            return node
-    return None
-
-
-def value(node: Any) -> torch.Tensor | None:
-    """The fake tensor of a node, or ``None`` for literals and nodes that hold no tensor."""
-    found = node.meta.get("val") if isinstance(node, Node) else None
-    return found if isinstance(found, torch.Tensor) else None
 
 
 def spell(node: Node) -> None:

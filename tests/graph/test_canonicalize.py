@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from h3opt.canonical import canonicalize, mutating_node
-from h3opt.capture import trace
+from h3opt.graph.canonicalize import canonicalize
+from h3opt.graph.nodes import mutating_node
+from h3opt.graph.tracing import trace
 from h3opt.kernels import ops
 from h3opt.quality import bits_equal
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from h3opt.canonical import canonicalize
-from h3opt.capture import retrace, trace
 from h3opt.errors import PassDefinitionError, PassFailedError
+from h3opt.graph.canonicalize import canonicalize
+from h3opt.graph.matcher import Match, Rule, match_at, traced
+from h3opt.graph.rewriter import Outcome, apply_rules
+from h3opt.graph.tracing import retrace, trace
 from h3opt.kernels import ops
-from h3opt.protocol import Rule
 from h3opt.quality import bits_equal
-from h3opt.rewrite import Match, Outcome, apply_rules, match_at, traced
 
 aten = torch.ops.aten
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
