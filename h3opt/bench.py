@@ -29,8 +29,8 @@ from h3opt.device import Device
 from h3opt.environment import versions
 from h3opt.errors import DeviceError, PipelineError, nearest
 from h3opt.kernels import kernel_names
+from h3opt.metrics.bits import bits_equal, relative_error
 from h3opt.protocol import Pass, Yes
-from h3opt.quality import bits_equal, relative_error
 from h3opt.session import Session, prepare
 from h3opt.verification import strictest_first
 

@@ -28,8 +28,8 @@ from h3opt.generation import GenerationSettings, generate
 from h3opt.graph.matcher import Match
 from h3opt.graph.rewriter import apply_rules
 from h3opt.lowering import Lowering
+from h3opt.metrics.bits import bits_equal
 from h3opt.protocol import GraphFacts, GraphPass, Pass, Yes
-from h3opt.quality import bits_equal
 from h3opt.registry import in_order
 from h3opt.session import Session
 

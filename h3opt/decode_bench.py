@@ -20,8 +20,9 @@ from h3opt.bench import Arm, ArmTables, Enter, Progress, Visits, copy_rate, dist
 from h3opt.components import PipelineView
 from h3opt.device import Device
 from h3opt.errors import PipelineError, nearest
+from h3opt.metrics.audio import audio_snr_db
+from h3opt.metrics.lpips import LPIPS_MIN_SIZE, check_lpips, lpips_per_frame
 from h3opt.protocol import FormatPass, GraphFacts, GraphPass, No, Pass, SchedulePass
-from h3opt.quality import LPIPS_MIN_SIZE, audio_snr_db, check_lpips, lpips_per_frame
 from h3opt.session import Session, prepare
 from h3opt.tiles import plan_decode
 from h3opt.verification import strictest_first

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from h3opt.generation import Media
-from h3opt.picture import ssim_per_frame, temporal_difference
-from h3opt.quality import audio_snr_db, bits_equal, lpips_per_frame, psnr_db
-from h3opt.sound import av_offset, log_spectral_distance_db, si_sdr_db
+from h3opt.metrics.audio import audio_snr_db, av_offset, log_spectral_distance_db, si_sdr_db
+from h3opt.metrics.bits import bits_equal
+from h3opt.metrics.lpips import lpips_per_frame
+from h3opt.metrics.video import psnr_db, ssim_per_frame, temporal_difference
 
 CONFIDENCE = 0.95
 """Of every bound on a mean."""
@@ -27,7 +28,7 @@ class Difference:
         audio_snr_db: of the worst channel.
         worst_frame_lpips: of the worst frame.
         ssim: mean over frames.
-        temporal_difference: mean over time, see :func:`h3opt.picture.temporal_difference`.
+        temporal_difference: mean over time, see :func:`h3opt.metrics.video.temporal_difference`.
         audio_si_sdr_db, audio_log_spectral_db: of the worst channel.
         av_offset_frames: how much later the sound comes to the picture than in the reference.
     """

@@ -18,7 +18,7 @@ from h3opt.device import Device
 from h3opt.environment import versions
 from h3opt.errors import CheckpointError, DeviceError, PipelineError
 from h3opt.files import partial_of
-from h3opt.quality import Comparison, bits_equal
+from h3opt.metrics.bits import Comparison, bits_equal
 
 _INDEX, _TENSORS = "evidence.json", "tensors.safetensors"
 

@@ -17,10 +17,9 @@ import torch
 from h3opt.errors import PipelineError
 from h3opt.generation import Media
 from h3opt.latents import CellCosine, LatentTrace, adjacent_cell_cosine, excess_kurtosis
-from h3opt.picture import frames_of, luma
-from h3opt.quality import audio_snr_db
-from h3opt.sound import av_offset
-from h3opt.tile_seams import Borders, seam_steps
+from h3opt.metrics.audio import audio_snr_db, av_offset
+from h3opt.metrics.seams import Borders, seam_steps
+from h3opt.metrics.video import frames_of, luma
 
 FAULTS = {
     "nan": "not-a-number or infinity in picture, sound or latents",
@@ -115,7 +114,7 @@ def find_faults(
         media: the clip.
         reference: the same request from the unmodified pipeline; without it no fault is relative.
         latents, reference_latents: what :func:`h3opt.latents.trace_latents` recorded of each.
-        borders: where decoder tiles meet, from :func:`h3opt.tile_seams.tile_borders`; without it every line is
+        borders: where decoder tiles meet, from :func:`h3opt.metrics.seams.tile_borders`; without it every line is
             compared with the reference's.
         heads: for any number of sites, the attention output ``[..., heads, head_dim]`` of (reference, candidate).
         fps: frames a second.

@@ -12,8 +12,8 @@ import torch
 from h3opt.errors import MissingDependencyError
 from h3opt.floors import Floor
 from h3opt.latents import LatentTrace
-from h3opt.picture import frames_of
-from h3opt.sound import spectrogram_db
+from h3opt.metrics.audio import spectrogram_db
+from h3opt.metrics.video import frames_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,8 +12,8 @@ import torch
 from h3opt.components import PipelineView
 from h3opt.errors import PipelineError
 from h3opt.media import whole_file
+from h3opt.metrics.seams import seam_visibility
 from h3opt.protocol import Pass
-from h3opt.quality import seam_visibility
 from h3opt.session import displaced, optimize
 from h3opt.tiles import TilePlan, plan_decode
 
@@ -37,7 +37,7 @@ class SeamPicture:
 
     @property
     def seams(self) -> tuple[float, float]:
-        """:func:`~h3opt.quality.seam_visibility` of each at its own borders; 1 if none shows."""
+        """:func:`~h3opt.metrics.seams.seam_visibility` of each at its own borders; 1 if none shows."""
         pairs = ((self.unmodified, self.unmodified_borders), (self.candidate, self.candidate_borders))
         unmodified, candidate = (seam_visibility(video, *lines) if any(lines) else 1.0 for video, lines in pairs)
         return unmodified, candidate

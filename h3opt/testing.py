@@ -24,9 +24,9 @@ from h3opt.graph.matcher import Rule
 from h3opt.graph.nodes import copy_graph
 from h3opt.graph.rewriter import Outcome, apply_rules
 from h3opt.graph.tracing import trace
+from h3opt.metrics.bits import bits_equal, relative_error, row_ulps
 from h3opt.promises import Exact, Perceptual, Rounding
 from h3opt.protocol import Decline, Example, GraphPass
-from h3opt.quality import bits_equal, relative_error, row_ulps
 from h3opt.tiles import Lane
 
 SPECIAL_VALUES = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0)

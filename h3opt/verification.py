@@ -33,12 +33,12 @@ from h3opt.faults import Finding, find_faults
 from h3opt.floors import Floor, choose_floors, generations, measure_floors, multiples
 from h3opt.generation import GenerationSettings, Media, generate
 from h3opt.latents import LatentTrace, trace_latents
+from h3opt.metrics.lpips import check_lpips
+from h3opt.metrics.seams import tile_borders
 from h3opt.profiles import Profile
 from h3opt.promises import Exact, Perceptual, Promise, Rounding
 from h3opt.protocol import Pass
-from h3opt.quality import check_lpips
 from h3opt.session import Session, displaced, prepare
-from h3opt.tile_seams import tile_borders
 from h3opt.verdict import PassVerdict, Verdict
 
 Progress = Callable[[str, int, int], None]

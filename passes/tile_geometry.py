@@ -30,8 +30,8 @@ class TileGeometry(SchedulePass):
 
     The released picture is that of tiles of 256 pixels: what a tile sees of the frame, and where in it each pixel lies,
     is part of what the decoder computes. So another tile is another picture, and this pass is never on by default.
-    Encoding keeps the released tiles. Look at seams too: :func:`h3opt.quality.seam_visibility` at the ``borders`` of
-    the plan's rows and columns.
+    Encoding keeps the released tiles. Look at seams too: :func:`h3opt.metrics.seams.seam_visibility` at the
+    ``borders`` of the plan's rows and columns.
 
     Options:
         tile: ``"HxWxO"`` in pixels: height and width of a tile, and the least overlap of neighbours. Multiples of 16,

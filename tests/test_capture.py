@@ -16,7 +16,7 @@ import h3opt
 from h3opt.errors import H3OptError, PassOptionError, PipelineError, UnknownPassError
 from h3opt.generation import GenerationSettings, generate
 from h3opt.graph.tracing import retrace, trace
-from h3opt.quality import bits_equal
+from h3opt.metrics.bits import bits_equal
 
 aten = torch.ops.aten
 EXACT_GRAPH = ["norm_modulate", "fused_swiglu", "residual_fold"]

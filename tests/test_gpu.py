@@ -5,7 +5,7 @@ import torch
 
 import h3opt
 from h3opt.kernels import kernel_names
-from h3opt.quality import bits_equal
+from h3opt.metrics.bits import bits_equal
 from h3opt.reference import full_inputs, full_transformer, tiny_call, tiny_pipeline
 
 EXACT = ["norm_modulate", "fused_swiglu", "residual_fold", "modulation_table", "hoist_step_invariants"]

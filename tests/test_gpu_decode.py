@@ -16,7 +16,8 @@ from h3opt.components import PipelineView
 from h3opt.device import Device, to_host
 from h3opt.errors import DeviceError
 from h3opt.kernels import attention, kernel_names
-from h3opt.quality import bits_equal, lpips_per_frame, relative_error
+from h3opt.metrics.bits import bits_equal, relative_error
+from h3opt.metrics.lpips import lpips_per_frame
 from h3opt.recording import CudaRecording
 from h3opt.reference import CANVASES, full_vae, tiny_call, tiny_pipeline
 from h3opt.registry import make_pass

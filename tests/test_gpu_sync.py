@@ -11,7 +11,8 @@ import h3opt
 from h3opt.calls import around
 from h3opt.components import PipelineView
 from h3opt.kernels import kernel_names
-from h3opt.quality import audio_snr_db, bits_equal
+from h3opt.metrics.audio import audio_snr_db
+from h3opt.metrics.bits import bits_equal
 from h3opt.reference import tiny_call, tiny_pipeline
 
 pytestmark = [

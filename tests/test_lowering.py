@@ -18,10 +18,10 @@ from h3opt.graph.rewriter import apply_rules
 from h3opt.graph.tracing import trace
 from h3opt.kernels import ops
 from h3opt.lowering import Lowering
+from h3opt.metrics.bits import bits_equal
 from h3opt.probe import probe, signature
 from h3opt.promises import Exact, Perceptual, Rounding
 from h3opt.protocol import GraphFacts, GraphPass
-from h3opt.quality import bits_equal
 from h3opt.registry import in_order, list_passes, make_pass
 from h3opt.testing import Draw, rewired
 

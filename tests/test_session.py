@@ -31,10 +31,10 @@ from h3opt.errors import (
 )
 from h3opt.generation import GenerationSettings, Media, generate
 from h3opt.kernels import ops
+from h3opt.metrics.bits import bits_equal
 from h3opt.profiles import load_profile
 from h3opt.promises import Exact
 from h3opt.protocol import No, SchedulePass
-from h3opt.quality import bits_equal
 from h3opt.registry import make_pass
 from h3opt.testing import rewired
 

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from h3opt.errors import MemoryBudgetError, PipelineError
-from h3opt.quality import bits_equal, seam_visibility
+from h3opt.metrics.bits import bits_equal
+from h3opt.metrics.seams import seam_visibility
 from h3opt.reference import CANVASES, full_vae
 from h3opt.reference.random_weights import cast_as_loaded, fill_random
 from h3opt.reference.tiny import VAE_CONFIG

@@ -14,7 +14,7 @@ from h3opt.graph.canonicalize import canonicalize
 from h3opt.graph.nodes import mutating_node
 from h3opt.graph.tracing import trace
 from h3opt.kernels import ops
-from h3opt.quality import bits_equal
+from h3opt.metrics.bits import bits_equal
 
 aten = torch.ops.aten
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))

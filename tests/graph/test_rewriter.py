@@ -15,7 +15,7 @@ from h3opt.graph.matcher import Match, Rule, match_at, traced
 from h3opt.graph.rewriter import Outcome, apply_rules
 from h3opt.graph.tracing import retrace, trace
 from h3opt.kernels import ops
-from h3opt.quality import bits_equal
+from h3opt.metrics.bits import bits_equal
 
 aten = torch.ops.aten
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))

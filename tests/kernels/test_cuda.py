@@ -9,7 +9,7 @@ from h3opt.device import Device
 from h3opt.errors import DeviceError
 from h3opt.kernels import DEFINITIONS, OPERATORS, attention, kernel_names, ops
 from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs, values
-from h3opt.quality import relative_error, row_ulps
+from h3opt.metrics.bits import relative_error, row_ulps
 
 from . import cuda_order
 

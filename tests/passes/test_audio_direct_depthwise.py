@@ -18,7 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from h3opt import optimize
 from h3opt.errors import ShortfallError
 from h3opt.graph.tracing import retrace
-from h3opt.quality import audio_snr_db
+from h3opt.metrics.audio import audio_snr_db
 
 NAME = "audio_direct_depthwise"
 STAGES, BLOCKS, ACTIVATIONS_PER_BLOCK = 6, 2, 4  # of the tiny decoder

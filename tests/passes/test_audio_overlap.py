@@ -15,8 +15,8 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 from h3opt import optimize
 from h3opt.components import PipelineView
+from h3opt.metrics.bits import bits_equal
 from h3opt.passes.audio_overlap import AudioOverlap, EarlyAudio
-from h3opt.quality import bits_equal
 
 VIDEO, AUDIO = "MiniMaxH3VideoDecodeStep", "MiniMaxH3AudioDecodeStep"
 

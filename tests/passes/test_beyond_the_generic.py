@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import h3opt
 from h3opt.kernels import attention
+from h3opt.metrics.bits import bits_equal, relative_error
 from h3opt.passes import attention_backend
 from h3opt.protocol import Example, GraphFacts
-from h3opt.quality import bits_equal, relative_error
 from h3opt.reference import tiny_pipeline
 from h3opt.registry import make_pass
 from h3opt.testing import Draw, check_pass, norm_and_turn, rewired, rewrite, semantic

@@ -19,9 +19,10 @@ from h3opt.components import PipelineView
 from h3opt.errors import DeviceError, H3OptError, MemoryBudgetError, PassOptionError, PipelineError
 from h3opt.fp8 import PROJECTIONS, FP8Linear
 from h3opt.generation import GenerationSettings, generate
+from h3opt.metrics.bits import bits_equal
+from h3opt.metrics.lpips import lpips_per_frame
 from h3opt.passes.async_assembly import SideStream
 from h3opt.passes.tile_geometry import parse_tile
-from h3opt.quality import bits_equal, lpips_per_frame
 from h3opt.recording import CudaRecording, Recording, Replayed, Turns
 from h3opt.reference.random_weights import cast_as_loaded, fill_random
 from h3opt.reference.tiny import VAE_CONFIG

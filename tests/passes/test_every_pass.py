@@ -22,9 +22,9 @@ from h3opt.graph.canonicalize import canonicalize
 from h3opt.graph.matcher import parameters, traced
 from h3opt.graph.nodes import value
 from h3opt.graph.tracing import trace
+from h3opt.metrics.bits import bits_equal
 from h3opt.promises import Exact, Perceptual, Rounding
 from h3opt.protocol import GraphFacts, GraphPass, Pass
-from h3opt.quality import bits_equal
 from h3opt.registry import in_order, list_passes, make_pass
 from h3opt.session import Session, prepare
 from h3opt.testing import (

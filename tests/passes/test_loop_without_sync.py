@@ -20,9 +20,9 @@ from h3opt import optimize
 from h3opt.components import PipelineView
 from h3opt.errors import ShortfallError
 from h3opt.generation import GenerationSettings, generate
+from h3opt.metrics.bits import bits_equal
 from h3opt.passes.deferred_sync import DeferredSync, QueuedConstants
 from h3opt.protocol import Pass
-from h3opt.quality import bits_equal
 from h3opt.registry import make_pass
 
 CUDA = torch.device("cuda", 0)

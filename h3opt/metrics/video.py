@@ -1,17 +1,47 @@
-"""Measures of moving pictures, frame by frame: PSNR, SSIM, and how differently two clips change over time."""
+"""TODO"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch.nn import functional as F
 
 from h3opt.errors import PipelineError
+from h3opt.metrics.bits import paired_chunks, require_same
+
+
+def psnr_db(reference: torch.Tensor, candidate: torch.Tensor, peak: float = 1.0) -> float:
+    """Peak signal-to-noise ratio, 10 log10(peak² / mean squared error) in dB; infinite for equal tensors.
+
+    Args:
+        reference, candidate: floating point, of one shape and dtype.
+        peak: the largest value a sample can have.
+
+    Raises:
+        PipelineError: when shapes or dtypes differ, or the tensors are empty.
+    """
+    require_same(reference, candidate)
+    if reference.numel() == 0:
+        raise PipelineError("the PSNR of empty tensors is not defined; pass at least one frame")
+    squares = sum(
+        (part_a.double() - part_b.double()).square().sum().item()
+        for part_a, part_b in paired_chunks(reference, candidate)
+    )
+    mean = squares / reference.numel()
+    return math.inf if mean == 0 else 10 * math.log10(peak**2 / mean)
+
 
 SSIM_WINDOW = 11
 """Pixels a side of the window of :func:`ssim_per_frame`; frames must be at least this large."""
 
+
 _SIGMA, _K1, _K2 = 1.5, 0.01, 0.03  # the constants of Wang et al.
+
+
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
+
+
 _BATCH = 16  # frames at a time: a real clip in float32 twice over would take gigabytes
 
 

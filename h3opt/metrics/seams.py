@@ -1,15 +1,68 @@
-"""Steps along the borders of decoder tiles."""
+"""Seams along the borders of decoder tiles."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from h3opt.picture import frames_of, luma
+from h3opt.errors import PipelineError
+from h3opt.metrics.video import frames_of, luma
+
+
+def seam_visibility(video: torch.Tensor, rows: Sequence[int], columns: Sequence[int], step: int = 16) -> float:
+    """How much more a picture changes across the borders of tiles than across other places: 1 where nothing shows.
+
+    The mean absolute difference of neighbouring pixels over one border, divided by the mean over all other lines
+    at multiples of `step`: a decoder whose smallest patch is `step` pixels changes there too, seams or not. The
+    worst border counts, rows and columns apart, so that one visible seam is not averaged away.
+
+    Args:
+        video: [batch, frames, 3, height, width] or [frames, 3, height, width], floating point.
+        rows, columns: where borders are: the pixel below, or to the right of, each.
+        step: of the lines compared with, in pixels; 1 for all lines.
+
+    Returns:
+        the worst ratio; infinite where the rest is flat and a border is not, 1 where all is flat.
+
+    Raises:
+        PipelineError: there is no border, one lies outside the frame, or no other line is left to compare with.
+    """
+    if video.ndim not in (4, 5) or video.numel() == 0 or not video.is_floating_point():
+        raise PipelineError(f"seams are looked for in floating point videos, got {video.dtype} {list(video.shape)}")
+    if not rows and not columns:
+        raise PipelineError("a picture of one tile has no seams; pass at least one border")
+    worst = 0.0
+    for dim, borders in ((-2, sorted(set(rows))), (-1, sorted(set(columns)))):
+        length = video.shape[dim]
+        others = [line for line in range(step, length, step) if line not in borders]
+        if not borders:
+            continue
+        if borders[0] < 1 or borders[-1] >= length or not others:
+            raise PipelineError(
+                f"borders {borders} and a line at a multiple of {step} besides must lie within {length} pixels; "
+                "pass borders inside the frame, or a smaller step"
+            )
+        elsewhere = sum(_change(video, line, dim) for line in others) / len(others)
+        for line in borders:
+            change = _change(video, line, dim)
+            flat = 1.0 if change == 0 else math.inf
+            worst = max(worst, change / elsewhere if elsewhere else flat)
+    return worst
+
+
+def _change(video: torch.Tensor, line: int, dim: int) -> float:
+    before, after = (video.select(dim, at).double() for at in (line - 1, line))
+    return (after - before).abs().mean().item()
+
 
 _NEIGHBOURS = 6  # lines to either side that say how rough the picture is there
+
+
 _SMOOTH = 1 / 255  # a step of less than one 8-bit level is nothing anyone could see
+
 
 Borders = tuple[list[int], list[int]]
 """(rows, columns) at which a tile starts or ends; a border at ``y`` lies between lines ``y - 1`` and ``y``."""

@@ -1,4 +1,4 @@
-"""Measures of sound against a reference, and of how sound and picture lie to each other in time."""
+"""TODO"""
 
 from __future__ import annotations
 
@@ -7,10 +7,44 @@ import math
 import torch
 
 from h3opt.errors import PipelineError
-from h3opt.picture import frames_of, luma
+from h3opt.metrics.bits import require_same
+from h3opt.metrics.video import frames_of, luma
+
+
+def audio_snr_db(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
+    """Signal-to-noise ratio of each channel, 10 log10(sum reference² / sum (candidate - reference)²) in dB.
+
+    Infinite for an equal channel, silent or not; minus infinity where a silent reference got noise.
+
+    Args:
+        reference, candidate: [batch, channels, samples] or [channels, samples], of one shape and dtype.
+
+    Returns:
+        float64 [batch * channels] on the CPU.
+
+    Raises:
+        PipelineError: when shapes or dtypes differ, or these are not channels of samples.
+    """
+    require_same(reference, candidate)
+    if reference.ndim not in (2, 3) or reference.numel() == 0 or not reference.is_floating_point():
+        raise PipelineError(
+            "audio must be floating point [batch, channels, samples] or [channels, samples], "
+            f"got {reference.dtype} {list(reference.shape)}"
+        )
+    signal = reference.detach().cpu().double().flatten(0, -2)
+    noise = candidate.detach().cpu().double().flatten(0, -2) - signal
+    signal_power, noise_power = signal.square().sum(-1), noise.square().sum(-1)
+    # 0 / 0, a silent channel that stayed silent, is a perfect match and not NaN.
+    ratio = torch.where(noise_power == 0, math.inf, signal_power / noise_power)
+    return 10 * ratio.log10()
+
 
 _FFT, _HOP = 2048, 512
+
+
 _POWER_FLOOR = 1e-10  # -100 dB of full scale: below it nobody hears a difference of levels
+
+
 _MAX_SHIFT = 6  # frames; a quarter of a second
 
 

@@ -17,16 +17,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from h3opt.errors import CheckpointError, MissingDependencyError, PipelineError
-from h3opt.quality import (
-    LPIPS_MIN_SIZE,
-    Comparison,
-    audio_snr_db,
-    bits_equal,
-    lpips_per_frame,
-    psnr_db,
-    seam_visibility,
-    ulp_distance,
-)
+from h3opt.metrics.audio import audio_snr_db
+from h3opt.metrics.bits import Comparison, bits_equal, ulp_distance
+from h3opt.metrics.lpips import LPIPS_MIN_SIZE, lpips_per_frame
+from h3opt.metrics.seams import seam_visibility
+from h3opt.metrics.video import psnr_db
 
 WEIGHTS = Path(str(importlib.resources.files("h3opt.reference"))) / "weights" / "lpips_alexnet.safetensors"
 LARGEST = torch.iinfo(torch.int64).max
@@ -139,7 +134,7 @@ def test_bits_equal_reports_count_size_and_ulps() -> None:
 
 
 def test_bits_equal_works_in_chunks_and_on_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h3opt.quality._CHUNK", 7)
+    monkeypatch.setattr("h3opt.metrics.bits._CHUNK", 7)
     a = torch.randn(6, 10)
     b = a.clone()
     b[0, 0] += 1
@@ -261,7 +256,7 @@ def test_lpips_of_a_frame_with_nan_is_nan_and_no_bound_accepts_it(video: torch.T
 
 
 def test_lpips_leaves_the_global_random_state_alone(video: torch.Tensor) -> None:
-    from h3opt.quality import _lpips_network
+    from h3opt.metrics.lpips import _lpips_network
 
     _lpips_network.cache_clear()
     before = torch.get_rng_state()
@@ -358,7 +353,7 @@ def test_seams_are_looked_for_in_videos() -> None:
 
 
 def test_a_missing_lpips_package_comes_with_the_command(video: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    from h3opt.quality import _lpips_network
+    from h3opt.metrics.lpips import _lpips_network
 
     _lpips_network.cache_clear()
     monkeypatch.setitem(sys.modules, "lpips", None)

@@ -1,0 +1,1 @@
+"""Distances between outputs: bits, LPIPS, video and audio measures, seams."""
