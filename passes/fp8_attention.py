@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from h3opt.device import Device
 from h3opt.graph.matcher import Rule
-from h3opt.kernels import attention
+from h3opt.kernels.ops import attention
 from h3opt.patterns import heads_attend, heads_line_up, norm_rope, unmasked_attention
 from h3opt.promises import Perceptual
 from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, No, Yes

@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import rms_norm
 
 from h3opt.graph.matcher import Rule
-from h3opt.kernels import attention, ops
+from h3opt.kernels import ops
+from h3opt.kernels.ops import attention
 from h3opt.patterns import heads_line_up, norm_rope, per_token
 from h3opt.promises import Exact
 from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant

@@ -10,7 +10,8 @@ import torch
 
 from h3opt.device import Device
 from h3opt.graph.matcher import Rule
-from h3opt.kernels import attention, ops
+from h3opt.kernels import ops
+from h3opt.kernels.ops import attention
 from h3opt.promises import Perceptual
 from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, No, Yes
 from h3opt.registry import register

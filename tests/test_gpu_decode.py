@@ -15,7 +15,8 @@ from h3opt.calls import around
 from h3opt.components import PipelineView
 from h3opt.device import Device, to_host
 from h3opt.errors import DeviceError
-from h3opt.kernels import attention, kernel_names
+from h3opt.kernels import kernel_names
+from h3opt.kernels.ops import attention
 from h3opt.metrics.bits import bits_equal, relative_error
 from h3opt.metrics.lpips import lpips_per_frame
 from h3opt.recording import CudaRecording

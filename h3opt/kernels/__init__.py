@@ -1,13 +1,13 @@
-"""Triton kernels and the operators that run them.
+"""Operators with a plain-torch definition, and the Triton kernels and libraries that run them on CUDA.
 
-Importing this package registers `torch.ops.h3opt.*` once; it does not import triton. `ops` says what each computes,
-`OPERATORS` has them by name, `DEFINITIONS` the plain-torch definition of each, `kernel_names` the Triton kernel that a
-profiler must show when an operator ran on CUDA (none for `scaled_linear`, which is a library GEMM).
+``OPERATORS`` has the operators by name, ``DEFINITIONS`` the plain-torch definition of each, ``kernel_names`` the Triton
+kernel that a profiler must show when an operator ran on CUDA (none for an operator that a library runs).
 """
 
 from __future__ import annotations
 
-from h3opt.kernels import attention, ops
-from h3opt.kernels.ops import DEFINITIONS, OPERATORS, kernel_names
+from h3opt.kernels import ops
+from h3opt.kernels.ops import attention
+from h3opt.kernels.ops.registry import DEFINITIONS, OPERATORS, kernel_names
 
 __all__ = ["DEFINITIONS", "OPERATORS", "attention", "kernel_names", "ops"]

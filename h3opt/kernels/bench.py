@@ -53,7 +53,8 @@ def real_inputs(name: str, tokens: int) -> tuple:
 
 def variants(name: str) -> dict[str, Callable]:
     """Launch choices of a kernel: label -> callable with the operator's arguments."""
-    from h3opt.kernels import attention, norm, quantize, rope, swiglu, wide_norm
+    from h3opt.kernels.ops import attention
+    from h3opt.kernels.triton_kernels import norm, quantize, rope, swiglu, wide_norm
 
     def options(launch: Callable, choices: list[dict]) -> dict[str, Callable]:
         return {

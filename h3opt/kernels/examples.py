@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from h3opt.kernels.ops import OPERATORS
+from h3opt.kernels.ops.registry import OPERATORS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SPECIALS = ("none", "nan", "inf")

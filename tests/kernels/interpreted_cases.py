@@ -18,9 +18,11 @@ import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from h3opt.kernels import attention, attention_triton, device, norm, quantize, resample, rope, swiglu, wide_norm
-from h3opt.kernels.device import reciprocal_approx as exact_reciprocal
 from h3opt.kernels.examples import differing
+from h3opt.kernels.ops import attention
+from h3opt.kernels.triton_kernels import attention as attention_triton
+from h3opt.kernels.triton_kernels import device, norm, quantize, resample, rope, swiglu, wide_norm
+from h3opt.kernels.triton_kernels.device import reciprocal_approx as exact_reciprocal
 from h3opt.metrics.bits import relative_error
 from tests.kernels import cuda_order
 from tests.kernels.planted_order import reordered_norm

@@ -7,8 +7,9 @@ import torch
 
 from h3opt.device import Device
 from h3opt.errors import DeviceError
-from h3opt.kernels import DEFINITIONS, OPERATORS, attention, kernel_names, ops
+from h3opt.kernels import DEFINITIONS, OPERATORS, kernel_names, ops
 from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs, values
+from h3opt.kernels.ops import attention
 from h3opt.metrics.bits import relative_error, row_ulps
 
 from . import cuda_order

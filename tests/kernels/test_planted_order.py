@@ -30,7 +30,7 @@ def pipe():
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    from h3opt.kernels import norm
+    from h3opt.kernels.triton_kernels import norm
 
     monkeypatch.setattr(norm, "norm_modulate", reordered_norm(tmp_path, monkeypatch).norm_modulate)
 

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import h3opt
-from h3opt.kernels import attention
+from h3opt.kernels.ops import attention
 from h3opt.metrics.bits import bits_equal, relative_error
 from h3opt.passes import attention_backend
 from h3opt.protocol import Example, GraphFacts

@@ -21,15 +21,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from h3opt.device import Device
 from h3opt.errors import DeviceError
-from h3opt.kernels.ops import DTYPES, E4M3, E4M3_MAX, SCALE_AMAX_MIN, launch, register_op
+from h3opt.kernels.ops.registry import DTYPES, E4M3, E4M3_MAX, SCALE_AMAX_MIN, launch, register_op
 
 PROBABILITY_SCALE = 256.0
 """Probabilities are at most 1: times 2⁸ they use e4m3's range, as FlashAttention-3 and cuDNN have it too."""
 
+
 FP8_BACKENDS = ("fa3", "cudnn", "triton")
+
+
 BF16_BACKENDS = ("fa3", "cudnn", "flash")
+
+
 _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
 _PACKAGES = {"fa3": ("fa3_fwd_interface", "fa3-fwd"), "cudnn": ("cudnn", "nvidia-cudnn-frontend")}
+
+
 _CHUNK = 1024
 
 
@@ -50,9 +59,6 @@ def missing(backend: str, device: Device, fp8: bool) -> str | None:
     if (backend == "fa3" or fp8) and importlib.util.find_spec(module) is None:
         return f"{backend} attention needs the package {package}; run `pip install {package}`"
     return None
-
-
-# --- definitions -----------------------------------------------------------------------------------------------
 
 
 def norm_head_scale_definition(x: Tensor, weight: Tensor) -> Tensor:
@@ -134,9 +140,6 @@ def scale_from(amax: Tensor, per_head: bool) -> Tensor:
     return (E4M3_MAX / amax.clamp(min=SCALE_AMAX_MIN)).contiguous()
 
 
-# --- CUDA ------------------------------------------------------------------------------------------------------
-
-
 def _dynamic_head_scale_cuda(x: Tensor, per_head: bool) -> Tensor:
     if not x.numel() or x.dtype not in DTYPES:
         return dynamic_head_scale_definition(x, per_head)
@@ -171,7 +174,7 @@ def _fp8_attention_cuda(
         return (codes.view(q.shape).float() * descale[..., None]).to(out_dtype)
     if backend == "cudnn":
         return _cudnn_fp8(q, k, v, q_scale, k_scale, v_scale, None).to(out_dtype)
-    return launch("attention_triton", "fp8_attention", q, k, v, q_scale, k_scale, v_scale).to(out_dtype)
+    return launch("attention", "fp8_attention", q, k, v, q_scale, k_scale, v_scale).to(out_dtype)
 
 
 def _fp8_attention_quantized_cuda(
@@ -182,7 +185,7 @@ def _fp8_attention_quantized_cuda(
     if backend == "cudnn":
         quantized = _cudnn_fp8(q, k, v, q_scale, k_scale, v_scale, scale).flatten(2)
     elif backend == "triton":
-        quantized = launch("attention_triton", "fp8_attention", q, k, v, q_scale, k_scale, v_scale, scale).flatten(2)
+        quantized = launch("attention", "fp8_attention", q, k, v, q_scale, k_scale, v_scale, scale).flatten(2)
     else:
         raise DeviceError(f"{backend} attention cannot write FP8. Use cudnn or triton.")
     return quantized, (1.0 / scale).expand(*q.shape[:2], 1).contiguous()
@@ -298,9 +301,6 @@ def _cudnn_graph(shape: tuple[int, ...], fp8_out: bool, device: torch.device) ->
 atexit.register(_cudnn_graph.cache_clear)  # while cudnn is still there to be told
 
 
-# --- registration ----------------------------------------------------------------------------------------------
-
-
 def _norm_head_scale_fake(x, weight):
     return x.new_empty(x.shape[-2:-1], dtype=torch.float32)
 
@@ -328,6 +328,7 @@ def _attention_fake(q, k, v, backend):
 
 _OPERANDS = "(Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, Tensor v_scale, "
 
+
 norm_head_scale = register_op(
     "norm_head_scale",
     "(Tensor x, Tensor weight) -> Tensor",
@@ -336,6 +337,8 @@ norm_head_scale = register_op(
     _norm_head_scale_fake,
     None,
 )
+
+
 dynamic_head_scale = register_op(
     "dynamic_head_scale",
     "(Tensor x, bool per_head) -> Tensor",
@@ -344,6 +347,8 @@ dynamic_head_scale = register_op(
     _dynamic_head_scale_fake,
     "heads_amax_kernel",
 )
+
+
 quantize_heads = register_op(
     "quantize_heads",
     "(Tensor x, Tensor head_scale) -> Tensor",
@@ -352,6 +357,8 @@ quantize_heads = register_op(
     _quantize_heads_fake,
     "quantize_heads_kernel",
 )
+
+
 fp8_attention = register_op(
     "fp8_attention",
     _OPERANDS + "ScalarType out_dtype, str backend) -> Tensor",
@@ -360,6 +367,8 @@ fp8_attention = register_op(
     _fp8_attention_fake,
     None,
 )
+
+
 fp8_attention_quantized = register_op(
     "fp8_attention_quantized",
     _OPERANDS + "str backend) -> (Tensor, Tensor)",
@@ -368,6 +377,8 @@ fp8_attention_quantized = register_op(
     _fp8_attention_quantized_fake,
     None,
 )
+
+
 attention = register_op(
     "attention",
     "(Tensor q, Tensor k, Tensor v, str backend) -> Tensor",

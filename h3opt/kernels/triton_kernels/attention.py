@@ -12,9 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from h3opt.kernels.device import narrow, narrow_e4m3, saturate_e4m3
+from h3opt.kernels.triton_kernels.device import narrow, narrow_e4m3, saturate_e4m3
 
 BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES = 128, 64, 4, 3  # measured on an H200; another choice, another rounding
+
+
 LOG2_E = math.log2(math.e)
 
 

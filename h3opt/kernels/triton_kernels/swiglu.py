@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from h3opt.kernels.device import (
+from h3opt.kernels.triton_kernels.device import (
     EXACT_LAUNCH,
     as_rows,
     empty_quantized,
@@ -24,9 +24,16 @@ from h3opt.kernels.device import (
 
 # Measured choices (see bench.py --tune). Bits do not depend on them.
 NUM_WARPS = 8
+
+
 ELEMENTS_PER_LANE = 8
+
+
 QUANTIZE_NUM_WARPS = 8
+
+
 QUANTIZE_ELEMENTS_PER_LANE = 8
+
 
 MAX_COLUMNS = 32768  # a wider row would spill; the op then uses its definition
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from h3opt.kernels.device import (
+from h3opt.kernels.triton_kernels.device import (
     EXACT_LAUNCH,
     abs_bits,
     as_rows,
@@ -21,9 +21,16 @@ from h3opt.kernels.device import (
 
 # Measured choices (see bench.py --tune). Bits do not depend on them.
 NUM_WARPS = 4
+
+
 ELEMENTS_PER_LANE = 8
+
+
 HEADS_PER_PROGRAM = 16
+
+
 AMAX_ROWS = 64
+
 
 MAX_COLUMNS = 32768  # a wider row would spill; the op then uses its definition
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from h3opt.kernels.device import (
+from h3opt.kernels.triton_kernels.device import (
     EXACT_LAUNCH,
     TILE,
     add_rounded,

@@ -21,15 +21,24 @@ from triton.language.extra import libdevice
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
+
 # enable_fp_fusion folds bf16 round trips away and contracts a*b+c; reflect_ftz would flush subnormals in libdevice,
 # which nvcc's build of ATen does not do.
 EXACT_LAUNCH = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 
+
 SCALE_AMAX_MIN_BITS = tl.constexpr(0x2B8CBCCC)  # float32 1e-12
+
+
 ABS_MASK = tl.constexpr(0x7FFFFFFF)
 
+
 THREADS = tl.constexpr(128)  # ATen's vectorized layer norm: 4 warps of 32 lanes
+
+
 VECTOR = tl.constexpr(4)  # elements per lane and step
+
+
 TILE = tl.constexpr(512)  # elements per step of the whole block
 
 

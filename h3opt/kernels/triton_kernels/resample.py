@@ -11,9 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from h3opt.kernels.device import EXACT_LAUNCH, sin
+from h3opt.kernels.triton_kernels.device import EXACT_LAUNCH, sin
 
 SAMPLES = 512  # per program
+
+
 NUM_WARPS = 4
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from h3opt.kernels.device import (
+from h3opt.kernels.triton_kernels.device import (
     EXACT_LAUNCH,
     VECTOR,
     add_rounded,
@@ -27,8 +27,13 @@ from h3opt.kernels.device import (
 
 # Measured choices (see bench.py --tune). Bits do not depend on them.
 HEADS_PER_PROGRAM, NUM_WARPS = 64, 8
+
+
 QUANTIZE_HEADS_PER_PROGRAM, QUANTIZE_NUM_WARPS = 8, 1
+
+
 SHUFFLE = True
+
 
 MAX_HEAD_DIM = 128
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from h3opt.kernels.device import (
+from h3opt.kernels.triton_kernels.device import (
     EXACT_LAUNCH,
     TILE,
     as_rows,
@@ -22,7 +22,7 @@ from h3opt.kernels.device import (
     vector_columns,
     widen,
 )
-from h3opt.kernels.norm import store_row
+from h3opt.kernels.triton_kernels.norm import store_row
 
 # Measured (see bench.py --tune): 1 to 8 are within 6 % but for wide_norm_quantize's 8. Bits do not depend on them.
 NUM_WARPS = {
@@ -32,6 +32,7 @@ NUM_WARPS = {
     "scaled_residual_norm": 4,
     "scaled_residual_norm_quantize": 4,
 }
+
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 

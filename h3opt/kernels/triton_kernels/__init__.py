@@ -1,0 +1,1 @@
+"""Triton kernels of the operators in :mod:`h3opt.kernels.ops`."""
