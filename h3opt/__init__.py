@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from h3opt.errors import H3OptError
 
 if TYPE_CHECKING:
+    from h3opt.pass_api.registry import list_passes
     from h3opt.profiles import load_profile
-    from h3opt.registry import list_passes
     from h3opt.session import Optimized, optimize
     from h3opt.verification import Verdict, verify
 

@@ -24,15 +24,15 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from h3opt.calls import around
 from h3opt.device import Device
 from h3opt.environment import versions
 from h3opt.errors import DeviceError, PipelineError, nearest
 from h3opt.kernels import kernel_names
 from h3opt.metrics.bits import bits_equal, relative_error
-from h3opt.protocol import Pass, Yes
+from h3opt.pass_api.base import Pass, Yes
+from h3opt.pass_api.ordering import strictest_first
+from h3opt.pipeline.hooks import around
 from h3opt.session import Session, prepare
-from h3opt.verification import strictest_first
 
 Progress = Callable[[str, int, int], None]
 

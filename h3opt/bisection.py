@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from h3opt.calls import around
 from h3opt.capture import CapturedGraph
-from h3opt.components import PipelineView
 from h3opt.errors import PipelineError
 from h3opt.evidence import Evidence, flatten, tensors_in, write_evidence
 from h3opt.faults import Finding, find_head_faults
-from h3opt.generation import GenerationSettings, generate
 from h3opt.graph.matcher import Match
 from h3opt.graph.rewriter import apply_rules
 from h3opt.lowering import Lowering
 from h3opt.metrics.bits import bits_equal
-from h3opt.protocol import GraphFacts, GraphPass, Pass, Yes
-from h3opt.registry import in_order
+from h3opt.pass_api.base import GraphFacts, GraphPass, Pass, Yes
+from h3opt.pass_api.ordering import in_order
+from h3opt.pipeline.generation import GenerationSettings, generate
+from h3opt.pipeline.hooks import around
+from h3opt.pipeline.view import PipelineView
 from h3opt.session import Session
 
 Call = tuple[str, int]

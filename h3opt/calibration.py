@@ -20,7 +20,7 @@ from typing import Any
 
 from h3opt.difference import Difference
 from h3opt.errors import PipelineError
-from h3opt.promises import Perceptual
+from h3opt.pass_api.promises import Perceptual
 from h3opt.verdict import Verdict
 
 LPIPS_MARGIN = 2.0

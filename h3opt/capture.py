@@ -22,9 +22,9 @@ import torch
 from torch.fx import GraphModule
 
 from h3opt import _torch_private as private
-from h3opt.calls import around
 from h3opt.errors import H3OptError, PipelineError
 from h3opt.graph.tracing import retrace
+from h3opt.pipeline.hooks import around
 
 
 class Planner(Protocol):

@@ -24,9 +24,9 @@ from h3opt.errors import H3OptError, PipelineError
 
 if TYPE_CHECKING:
     from h3opt.bench import ArmTables
-    from h3opt.components import PipelineView
-    from h3opt.generation import GenerationSettings
-    from h3opt.protocol import Pass
+    from h3opt.pass_api.base import Pass
+    from h3opt.pipeline.generation import GenerationSettings
+    from h3opt.pipeline.view import PipelineView
     from h3opt.verification import Progress, Verdict
 
 app = typer.Typer(
@@ -124,8 +124,9 @@ def run(
 ) -> None:
     """Generate a clip with a pipeline on disk."""
     from h3opt.demo import write_json
-    from h3opt.generation import generate, load_pipeline
     from h3opt.media import write_mp4
+    from h3opt.pipeline.generation import generate
+    from h3opt.pipeline.loading import load_pipeline
     from h3opt.session import optimize
     from h3opt.tables import report_table
 
@@ -409,7 +410,7 @@ def explain(
         if not _is_stdout(json):
             _say("\n" + sites_text(entry))
     if picture is not None:
-        from h3opt.registry import make_pass
+        from h3opt.pass_api.registry import make_pass
         from h3opt.seam_picture import seam_picture
 
         pipe = _pipeline(model, dtype, device)
@@ -540,7 +541,7 @@ def _settings(
     steps: int = 4,
     seed: int = 0,
 ) -> GenerationSettings:
-    from h3opt.generation import GenerationSettings
+    from h3opt.pipeline.generation import GenerationSettings
 
     if prompt is not None and not prompt.strip():
         raise PipelineError("The prompt is empty. Say what to draw.")
@@ -594,10 +595,10 @@ def _pipeline(model: Path | None, dtype: str, device: str) -> Any:
     """The pipeline in a directory, or the trained reference."""
     _collect_from_here()
     if model is not None:
-        from h3opt.generation import load_pipeline
+        from h3opt.pipeline.loading import load_pipeline
 
         return load_pipeline(model, _dtype(dtype, device), _device(device))
-    from h3opt.generation import reference_pipeline
+    from h3opt.pipeline.generation import reference_pipeline
 
     return reference_pipeline(_dtype(dtype, device), _device(device))
 
@@ -613,7 +614,7 @@ def _latents(height: int, width: int, frames: int) -> tuple[int, int, int]:
 
 def _released(dtype: str) -> PipelineView:
     """The parts of the released pipeline that plans are made for, without weights."""
-    from h3opt.components import PipelineView
+    from h3opt.pipeline.view import PipelineView
     from h3opt.reference import full_vae
 
     return PipelineView(vae=full_vae(device="meta", dtype=_dtype(dtype)))
@@ -621,7 +622,7 @@ def _released(dtype: str) -> PipelineView:
 
 def _decoders(layers: int | None, small: str | None, device: str) -> Any:
     """The decoding part of the pipeline at its released size, ``"--tiny"`` or ``"--trained"``."""
-    from h3opt.generation import reference_pipeline
+    from h3opt.pipeline.generation import reference_pipeline
     from h3opt.reference import decode_pipeline, full_audio_vae, full_vae, tiny_pipeline
 
     if small is None:
@@ -664,7 +665,7 @@ def _to_decode(pipe: Any, clips: str | None, canvas: str, device: str) -> Any:
 
 def _names(passes: str | None) -> list[str] | None:
     """Pass names, each known to exist: loading a model first would take minutes."""
-    from h3opt.registry import find_pass
+    from h3opt.pass_api.registry import find_pass
 
     if passes is None:
         return None
@@ -673,8 +674,8 @@ def _names(passes: str | None) -> list[str] | None:
 
 def _perceptual(tiny: bool) -> list[Pass]:
     """Passes with a Perceptual promise, on the tiny reference with options that fit its canvas."""
-    from h3opt.promises import Perceptual
-    from h3opt.registry import list_passes, make_pass
+    from h3opt.pass_api.promises import Perceptual
+    from h3opt.pass_api.registry import list_passes, make_pass
 
     found = [make_pass(cls.name) for cls in list_passes() if isinstance(cls.promise, Perceptual)]
     return [one.trial() for one in found] if tiny else found

@@ -17,15 +17,15 @@ import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 from h3opt.bench import Arm, ArmTables, Enter, Progress, Visits, copy_rate, distance, gemm_rate, sharing_weights
-from h3opt.components import PipelineView
 from h3opt.device import Device
 from h3opt.errors import PipelineError, nearest
 from h3opt.metrics.audio import audio_snr_db
 from h3opt.metrics.lpips import LPIPS_MIN_SIZE, check_lpips, lpips_per_frame
-from h3opt.protocol import FormatPass, GraphFacts, GraphPass, No, Pass, SchedulePass
+from h3opt.pass_api.base import FormatPass, GraphFacts, GraphPass, No, Pass, SchedulePass
+from h3opt.pass_api.ordering import strictest_first
+from h3opt.pipeline.tiling.plan import plan_decode
+from h3opt.pipeline.view import PipelineView
 from h3opt.session import Session, prepare
-from h3opt.tiles import plan_decode
-from h3opt.verification import strictest_first
 
 PEERS = ("compile",)
 """What passes are compared with besides eager."""

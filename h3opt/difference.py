@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from h3opt.generation import Media
 from h3opt.metrics.audio import audio_snr_db, av_offset, log_spectral_distance_db, si_sdr_db
 from h3opt.metrics.bits import bits_equal
 from h3opt.metrics.lpips import lpips_per_frame
 from h3opt.metrics.video import psnr_db, ssim_per_frame, temporal_difference
+from h3opt.pipeline.generation import Media
 
 CONFIDENCE = 0.95
 """Of every bound on a mean."""

@@ -37,7 +37,7 @@ class Evidence:
         inputs: the tensors that were read, by name.
         arguments: positional and keyword arguments as JSON, with the names of tensors in their places.
         expected, found: what was returned without the pass, and with it.
-        dtype: of the model; see :attr:`h3opt.components.PipelineView.dtype`.
+        dtype: of the model; see :attr:`h3opt.pipeline.view.PipelineView.dtype`.
         device: type of the device it was on.
     """
 
@@ -116,9 +116,9 @@ def replay(folder: Path, pipe: Callable[[torch.dtype, str], Any], device: str | 
         H3OptError: the pass, or an option of it, is not known any more.
     """
     from h3opt.bisection import call_submodules
-    from h3opt.components import PipelineView
-    from h3opt.protocol import GraphPass
-    from h3opt.registry import make_pass
+    from h3opt.pass_api.base import GraphPass
+    from h3opt.pass_api.registry import make_pass
+    from h3opt.pipeline.view import PipelineView
 
     evidence = read_evidence(folder)
     moved = make_pass(evidence.name, evidence.options)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from h3opt.errors import PipelineError
-from h3opt.generation import Media
 from h3opt.latents import CellCosine, LatentTrace, adjacent_cell_cosine, excess_kurtosis
 from h3opt.metrics.audio import audio_snr_db, av_offset
 from h3opt.metrics.seams import Borders, seam_steps
 from h3opt.metrics.video import frames_of, luma
+from h3opt.pipeline.generation import Media
 
 FAULTS = {
     "nan": "not-a-number or infinity in picture, sound or latents",

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from h3opt.components import PipelineView
 from h3opt.errors import PipelineError
+from h3opt.pipeline.view import PipelineView
 
 
 @dataclass

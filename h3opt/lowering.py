@@ -18,9 +18,9 @@ from h3opt.graph.canonicalize import canonicalize
 from h3opt.graph.matcher import Match, NearMiss
 from h3opt.graph.nodes import copy_graph, value
 from h3opt.graph.rewriter import apply_rules
+from h3opt.pass_api.base import GraphFacts, GraphPass
+from h3opt.pass_api.promises import Perceptual
 from h3opt.probe import probe, signature
-from h3opt.promises import Perceptual
-from h3opt.protocol import GraphFacts, GraphPass
 
 
 @dataclass

@@ -15,7 +15,7 @@ from h3opt._torch_private import size_hint
 from h3opt.graph.matcher import Match, parameters
 from h3opt.graph.nodes import value
 from h3opt.metrics.bits import bits_equal, row_ulps
-from h3opt.promises import Exact, Promise, Rounding
+from h3opt.pass_api.promises import Exact, Promise, Rounding
 
 _SPREAD = 2.0  # standard deviation of probe data: large enough that exp and division leave their easy range
 

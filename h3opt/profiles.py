@@ -570,7 +570,7 @@ def _decode(data: bytes, path: str) -> str:
 
 
 def _check_options(profile: Profile) -> None:
-    from h3opt.registry import make_pass  # imports every pass; reading a profile alone needs none
+    from h3opt.pass_api.registry import make_pass
 
     for row in profile.passes:
         try:

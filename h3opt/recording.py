@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from h3opt.calls import observed
 from h3opt.capture import CapturedGraph, noting
 from h3opt.errors import DeviceError
-from h3opt.tiles import Calls
+from h3opt.pipeline.hooks import observed
+from h3opt.pipeline.tiling.strategies import Calls
 
 Model = Callable[[torch.Tensor], torch.Tensor]
 

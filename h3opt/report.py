@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from h3opt.promises import Promise
+from h3opt.pass_api.promises import Promise
 
 
 @dataclass

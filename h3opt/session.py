@@ -15,16 +15,17 @@ import torch
 from torch.fx import GraphModule
 
 from h3opt._torch_private import size_hint
-from h3opt.calls import around
 from h3opt.capture import CapturedGraph, Region
-from h3opt.components import PipelineView
 from h3opt.errors import H3OptError, PassFailedError, PassOptionError, PipelineError, ProfileError, nearest
 from h3opt.executors import EXECUTORS
 from h3opt.kernels import kernel_names
 from h3opt.lowering import GraphOutcome, Lowering
+from h3opt.pass_api.base import FormatPass, GraphFacts, GraphPass, No, Pass, SchedulePass
+from h3opt.pass_api.ordering import in_order
+from h3opt.pass_api.registry import make_pass
+from h3opt.pipeline.hooks import around
+from h3opt.pipeline.view import PipelineView
 from h3opt.profiles import Profile, detect_profile, load_profile
-from h3opt.protocol import FormatPass, GraphFacts, GraphPass, No, Pass, SchedulePass
-from h3opt.registry import in_order, make_pass
 from h3opt.report import PassReport, Report
 
 # By component. A session refers to its components, so holding it here would keep a dropped pipeline for ever.

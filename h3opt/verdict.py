@@ -11,9 +11,9 @@ from h3opt.difference import Difference, Spread, spreads
 from h3opt.environment import versions
 from h3opt.faults import Finding
 from h3opt.floors import Floor, floor_hint, multiple_words, multiples
-from h3opt.generation import GenerationSettings, Media
 from h3opt.latents import LatentTrace
-from h3opt.promises import Promise
+from h3opt.pass_api.promises import Promise
+from h3opt.pipeline.generation import GenerationSettings, Media
 from h3opt.report import Report
 
 if TYPE_CHECKING:

@@ -26,18 +26,19 @@ from typing import Any
 
 from h3opt.bisection import bisect_pass
 from h3opt.difference import Difference
-from h3opt.environment import environment, versions
+from h3opt.environment import environment
 from h3opt.errors import H3OptError, PipelineError
 from h3opt.evidence import check_folder
 from h3opt.faults import Finding, find_faults
 from h3opt.floors import Floor, choose_floors, generations, measure_floors, multiples
-from h3opt.generation import GenerationSettings, Media, generate
 from h3opt.latents import LatentTrace, trace_latents
 from h3opt.metrics.lpips import check_lpips
 from h3opt.metrics.seams import tile_borders
+from h3opt.pass_api.base import Pass
+from h3opt.pass_api.ordering import strictest_first
+from h3opt.pass_api.promises import Exact, Perceptual, Promise, Rounding
+from h3opt.pipeline.generation import GenerationSettings, Media, generate
 from h3opt.profiles import Profile
-from h3opt.promises import Exact, Perceptual, Promise, Rounding
-from h3opt.protocol import Pass
 from h3opt.session import Session, displaced, prepare
 from h3opt.verdict import PassVerdict, Verdict
 
@@ -78,7 +79,7 @@ def verify(
             is judged by ``ulp``, which is measured, named or not, if a pass may move bits.
         evidence: where to save what moved first when a promise breaks, in a folder named after the pass; ``None`` not
             to look for it. See :mod:`h3opt.bisection`.
-        on_reference: the pipeline is :func:`h3opt.generation.reference_pipeline`, for which Perceptual passes promise
+        on_reference: the pipeline is :func:`h3opt.pipeline.generation.reference_pipeline`, for which Perceptual passes promise
             less change than for just any model.
         progress: told before each generation.
 
@@ -291,18 +292,6 @@ class _Ladder:
         return found
 
 
-def strictest_first(passes: Sequence[Pass]) -> tuple[list[Pass], list[Pass], list[Pass]]:
-    """Exact passes, Rounding ones and the rest, each in running order; one counts with the loosest that it builds on.
-
-    A Rounding pass has to be judged before a Perceptual one is on: FP8 turns a last bit into a whole step of its own.
-    """
-    inexact = {one.name for one in passes if not isinstance(one.promise, Exact)}
-    perceptual = {one.name for one in passes if isinstance(one.promise, Perceptual)}
-    exact = [one for one in passes if one.name not in inexact and not inexact.intersection(one.builds_on)]
-    others = [one for one in passes if one.name in perceptual or perceptual.intersection(one.builds_on)]
-    return exact, [one for one in passes if one not in exact and one not in others], others
-
-
 def _holds(promise: Promise, difference: Difference, floor: Difference | None) -> bool:
     if isinstance(promise, Exact):
         return difference.equal
@@ -339,6 +328,3 @@ def _as_prompts(prompts: str | Sequence[str] | None, settings: GenerationSetting
     if not found or not all(isinstance(one, str) and one.strip() for one in found):
         raise PipelineError("There is no prompt to verify with. Give at least one that is not empty.")
     return found
-
-
-__all__ = ["Difference", "PassVerdict", "Progress", "Verdict", "verify", "versions"]

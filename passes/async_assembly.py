@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from h3opt.device import Device
-from h3opt.promises import Exact
-from h3opt.protocol import Mutant, No, SchedulePass, Yes
-from h3opt.registry import register
-from h3opt.testing import LastFirst
-from h3opt.tiles import Choices, Lane, schedule_tiles
+from h3opt.pass_api.base import No, SchedulePass, Yes
+from h3opt.pass_api.examples import Mutant
+from h3opt.pass_api.promises import Exact
+from h3opt.pass_api.registry import register
+from h3opt.pass_api.testing import LastFirst
+from h3opt.pipeline.tiling.scheduler import schedule_tiles
+from h3opt.pipeline.tiling.strategies import Choices, Lane
 
 if TYPE_CHECKING:
-    from h3opt.components import PipelineView
+    from h3opt.pipeline.view import PipelineView
 
 
 class SideStream(Lane):

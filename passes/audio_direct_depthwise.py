@@ -16,12 +16,13 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from h3opt.device import Device
 from h3opt.kernels import ops
-from h3opt.promises import Perceptual
-from h3opt.protocol import FormatPass, Mutant, No, Yes
-from h3opt.registry import register
+from h3opt.pass_api.base import FormatPass, No, Yes
+from h3opt.pass_api.examples import Mutant
+from h3opt.pass_api.promises import Perceptual
+from h3opt.pass_api.registry import register
 
 if TYPE_CHECKING:
-    from h3opt.components import PipelineView
+    from h3opt.pipeline.view import PipelineView
 
 TAPS = 12
 

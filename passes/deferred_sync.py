@@ -11,12 +11,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from h3opt.device import Device
-from h3opt.promises import Exact
-from h3opt.protocol import Mutant, No, SchedulePass, Yes
-from h3opt.registry import register
+from h3opt.pass_api.base import No, SchedulePass, Yes
+from h3opt.pass_api.examples import Mutant
+from h3opt.pass_api.promises import Exact
+from h3opt.pass_api.registry import register
 
 if TYPE_CHECKING:
-    from h3opt.components import PipelineView
+    from h3opt.pipeline.view import PipelineView
 
 DECODES = {"MiniMaxH3VideoDecodeStep": "vae", "MiniMaxH3AudioDecodeStep": "audio_vae"}
 """Step that copies constants to the device → the component it decodes with."""

@@ -12,15 +12,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from h3opt.device import Device
 from h3opt.graph.matcher import Rule
 from h3opt.kernels.ops import attention
-from h3opt.patterns import heads_attend, heads_line_up, norm_rope, unmasked_attention
-from h3opt.promises import Perceptual
-from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, No, Yes
-from h3opt.registry import register
-from h3opt.testing import Draw, norm_and_turn
+from h3opt.pass_api.base import GraphFacts, GraphPass, No, Yes
+from h3opt.pass_api.examples import Decline, Draw, Example, Mutant, norm_and_turn
+from h3opt.pass_api.guards import heads_attend, heads_line_up
+from h3opt.pass_api.patterns import norm_rope, unmasked_attention
+from h3opt.pass_api.promises import Perceptual
+from h3opt.pass_api.registry import register
 
 if TYPE_CHECKING:
-    from h3opt.components import PipelineView
     from h3opt.graph.matcher import Match
+    from h3opt.pipeline.view import PipelineView
 
 aten = torch.ops.aten
 

@@ -11,11 +11,13 @@ from torch.nn.functional import silu
 
 from h3opt.graph.matcher import Rule
 from h3opt.kernels import ops
-from h3opt.patterns import halves_of_channels, swiglu
-from h3opt.promises import Exact
-from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant
-from h3opt.registry import register
-from h3opt.testing import Draw, rewired, unguarded
+from h3opt.pass_api.base import GraphFacts, GraphPass
+from h3opt.pass_api.examples import Decline, Draw, Example, Mutant
+from h3opt.pass_api.guards import halves_of_channels
+from h3opt.pass_api.patterns import swiglu
+from h3opt.pass_api.promises import Exact
+from h3opt.pass_api.registry import register
+from h3opt.pass_api.testing import rewired, unguarded
 
 
 def fused_product(x: Any, dim: Any, middle: Any, end: Any) -> Any:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from h3opt.device import Device
-from h3opt.promises import Exact
-from h3opt.protocol import Mutant, No, SchedulePass, Yes
-from h3opt.registry import register
-from h3opt.tiles import Blends, Choices, schedule_tiles
+from h3opt.pass_api.base import No, SchedulePass, Yes
+from h3opt.pass_api.examples import Mutant
+from h3opt.pass_api.promises import Exact
+from h3opt.pass_api.registry import register
+from h3opt.pipeline.tiling.scheduler import schedule_tiles
+from h3opt.pipeline.tiling.strategies import Blends, Choices
 
 if TYPE_CHECKING:
-    from h3opt.components import PipelineView
+    from h3opt.pipeline.view import PipelineView
 
 
 class ReusedBuffers(Blends):

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.func import functional_call
 
-from h3opt.calls import ambient, around, unwritten, writes
 from h3opt.device import Device, to_host
 from h3opt.errors import PipelineError
-from h3opt.promises import Exact
-from h3opt.protocol import Mutant, No, SchedulePass, Yes
-from h3opt.registry import register
+from h3opt.pass_api.base import No, SchedulePass, Yes
+from h3opt.pass_api.examples import Mutant
+from h3opt.pass_api.promises import Exact
+from h3opt.pass_api.registry import register
+from h3opt.pipeline.hooks import around
+from h3opt.pipeline.staleness import ambient, unwritten, writes
 
 if TYPE_CHECKING:
-    from h3opt.components import PipelineView
+    from h3opt.pipeline.view import PipelineView
 
 MAX_TIMESTEPS = 4  # distinct timesteps in one forward: video, audio, keyframes, references
 KEPT = 64  # steps whose tables stay, 39 MB each for H3: a second generation with the same schedule finds its own

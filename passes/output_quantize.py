@@ -12,14 +12,15 @@ from h3opt.device import Device
 from h3opt.graph.matcher import Rule
 from h3opt.kernels import ops
 from h3opt.kernels.ops import attention
-from h3opt.promises import Perceptual
-from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, No, Yes
-from h3opt.registry import register
-from h3opt.testing import Draw, rewired
+from h3opt.pass_api.base import GraphFacts, GraphPass, No, Yes
+from h3opt.pass_api.examples import Decline, Draw, Example, Mutant
+from h3opt.pass_api.promises import Perceptual
+from h3opt.pass_api.registry import register
+from h3opt.pass_api.testing import rewired
 
 if TYPE_CHECKING:
-    from h3opt.components import PipelineView
     from h3opt.graph.matcher import Match
+    from h3opt.pipeline.view import PipelineView
 
 aten = torch.ops.aten
 WRITES_FP8 = ("cudnn", "triton")

@@ -12,22 +12,16 @@ from torch.nn.functional import rms_norm
 from h3opt.device import Device
 from h3opt.graph.matcher import Match, Rule
 from h3opt.kernels import ops
-from h3opt.patterns import (
-    halves_of_channels,
-    modulated_norm,
-    narrowed_norm,
-    norm_is_wide,
-    swiglu,
-    tables_line_up,
-    widened_norm,
-)
-from h3opt.promises import Exact
-from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant, No, Yes
-from h3opt.registry import register
-from h3opt.testing import Draw, rewired
+from h3opt.pass_api.base import GraphFacts, GraphPass, No, Yes
+from h3opt.pass_api.examples import Decline, Draw, Example, Mutant
+from h3opt.pass_api.guards import halves_of_channels, norm_is_wide, tables_line_up
+from h3opt.pass_api.patterns import modulated_norm, narrowed_norm, swiglu, widened_norm
+from h3opt.pass_api.promises import Exact
+from h3opt.pass_api.registry import register
+from h3opt.pass_api.testing import rewired
 
 if TYPE_CHECKING:
-    from h3opt.components import PipelineView
+    from h3opt.pipeline.view import PipelineView
 
 aten = torch.ops.aten
 

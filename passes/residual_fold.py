@@ -10,11 +10,13 @@ from torch.nn.functional import rms_norm
 
 from h3opt.graph.matcher import Match, Rule
 from h3opt.kernels import ops
-from h3opt.patterns import gated_residual, modulated_norm, tables_line_up
-from h3opt.promises import Exact
-from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant
-from h3opt.registry import register
-from h3opt.testing import Draw, rewired
+from h3opt.pass_api.base import GraphFacts, GraphPass
+from h3opt.pass_api.examples import Decline, Draw, Example, Mutant
+from h3opt.pass_api.guards import tables_line_up
+from h3opt.pass_api.patterns import gated_residual, modulated_norm
+from h3opt.pass_api.promises import Exact
+from h3opt.pass_api.registry import register
+from h3opt.pass_api.testing import rewired
 
 
 def chain(residual: Any, y: Any, gate: Any, shape: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any):

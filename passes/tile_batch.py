@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from h3opt.device import Device
-from h3opt.promises import Rounding
-from h3opt.protocol import Mutant, No, SchedulePass, Yes
-from h3opt.registry import register
-from h3opt.testing import LastFirst
-from h3opt.tiles import Choices, TilePlan, memory_bytes, plan_decode, schedule_tiles
+from h3opt.pass_api.base import No, SchedulePass, Yes
+from h3opt.pass_api.examples import Mutant
+from h3opt.pass_api.promises import Rounding
+from h3opt.pass_api.registry import register
+from h3opt.pass_api.testing import LastFirst
+from h3opt.pipeline.tiling.plan import TilePlan, memory_bytes, plan_decode
+from h3opt.pipeline.tiling.scheduler import schedule_tiles
+from h3opt.pipeline.tiling.strategies import Choices
 
 if TYPE_CHECKING:
-    from h3opt.components import PipelineView
+    from h3opt.pipeline.view import PipelineView
 
 
 @register
@@ -29,7 +32,7 @@ class TileBatch(SchedulePass):
     Options:
         max_tiles: most tiles in one call of the decoder or encoder.
         memory_budget: what a decode may add to weights and latents at its peak, its result included: bytes or a text
-            such as ``"2GiB"``. Batches are made to fit; an estimate, see :mod:`h3opt.tiles`. A budget that one tile
+            such as ``"2GiB"``. Batches are made to fit; an estimate, see :mod:`h3opt.pipeline.tiling.scheduler`. A budget that one tile
             at a time does not fit into is a ``MemoryBudgetError`` when the size of the video is known.
     """
 

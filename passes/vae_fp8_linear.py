@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from h3opt.device import Device
-from h3opt.fp8 import FP8BlocksPass, FP8Linear
-from h3opt.promises import Perceptual
-from h3opt.protocol import Mutant, No, Yes
-from h3opt.registry import register
+from h3opt.pass_api.base import No, Yes
+from h3opt.pass_api.examples import Mutant
+from h3opt.pass_api.fp8 import FP8BlocksPass, FP8Linear
+from h3opt.pass_api.promises import Perceptual
+from h3opt.pass_api.registry import register
 
 if TYPE_CHECKING:
-    from h3opt.components import PipelineView
+    from h3opt.pipeline.view import PipelineView
 
 
 @register

@@ -11,11 +11,13 @@ from torch.nn.functional import rms_norm
 
 from h3opt.graph.matcher import Match, Rule
 from h3opt.kernels import ops
-from h3opt.patterns import turn, turn_lines_up
-from h3opt.promises import Exact
-from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant
-from h3opt.registry import register
-from h3opt.testing import Draw, norm_and_turn, rewired
+from h3opt.pass_api.base import GraphFacts, GraphPass
+from h3opt.pass_api.examples import Decline, Draw, Example, Mutant, norm_and_turn
+from h3opt.pass_api.guards import turn_lines_up
+from h3opt.pass_api.patterns import turn
+from h3opt.pass_api.promises import Exact
+from h3opt.pass_api.registry import register
+from h3opt.pass_api.testing import rewired
 
 aten = torch.ops.aten
 

@@ -11,11 +11,13 @@ from torch.nn.functional import rms_norm
 
 from h3opt.graph.matcher import Match, Rule
 from h3opt.kernels import ops
-from h3opt.patterns import narrowed_norm, norm_is_wide, not_contiguous, widened_norm
-from h3opt.promises import Exact
-from h3opt.protocol import Decline, Example, GraphFacts, GraphPass, Mutant
-from h3opt.registry import register
-from h3opt.testing import Draw, rewired
+from h3opt.pass_api.base import GraphFacts, GraphPass
+from h3opt.pass_api.examples import Decline, Draw, Example, Mutant
+from h3opt.pass_api.guards import norm_is_wide, not_contiguous
+from h3opt.pass_api.patterns import narrowed_norm, widened_norm
+from h3opt.pass_api.promises import Exact
+from h3opt.pass_api.registry import register
+from h3opt.pass_api.testing import rewired
 
 aten = torch.ops.aten
 _SIXTEEN_OR_32_BITS = {torch.float32, torch.bfloat16, torch.float16}

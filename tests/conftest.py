@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from h3opt.generation import GenerationSettings, Media, generate
 from h3opt.metrics.bits import bits_equal
+from h3opt.pipeline.generation import GenerationSettings, Media, generate
 from h3opt.reference import tiny_pipeline
 
 settings.register_profile("h3opt", deadline=None, derandomize=True, print_blob=True)

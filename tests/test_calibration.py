@@ -15,9 +15,9 @@ from test_page import verdict as shown
 from h3opt.calibration import LPIPS_MARGIN, SNR_MARGIN_DB, Calibration, calibrations
 from h3opt.difference import Difference
 from h3opt.errors import PipelineError
-from h3opt.generation import reference_pipeline
-from h3opt.promises import Perceptual
-from h3opt.registry import find_pass, list_passes, make_pass
+from h3opt.pass_api.promises import Perceptual
+from h3opt.pass_api.registry import find_pass, list_passes, make_pass
+from h3opt.pipeline.generation import reference_pipeline
 from h3opt.verification import verify
 
 PERCEPTUAL = [cls.name for cls in list_passes() if isinstance(cls.promise, Perceptual)]

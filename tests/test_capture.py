@@ -14,9 +14,9 @@ from torch.nn.functional import rms_norm
 
 import h3opt
 from h3opt.errors import H3OptError, PassOptionError, PipelineError, UnknownPassError
-from h3opt.generation import GenerationSettings, generate
 from h3opt.graph.tracing import retrace, trace
 from h3opt.metrics.bits import bits_equal
+from h3opt.pipeline.generation import GenerationSettings, generate
 
 aten = torch.ops.aten
 EXACT_GRAPH = ["norm_modulate", "fused_swiglu", "residual_fold"]

@@ -21,10 +21,10 @@ from h3opt import cli, demo, quality, verification
 from h3opt.errors import DeviceError
 from h3opt.evidence import Evidence, flatten, write_evidence
 from h3opt.media import write_mp4
+from h3opt.pass_api.promises import Exact, Perceptual
+from h3opt.pass_api.registry import find_pass, list_passes
 from h3opt.profiles import list_profiles, load_profile, parse_profile
-from h3opt.promises import Exact, Perceptual
 from h3opt.reference import save_tiny, tiny_pipeline
-from h3opt.registry import find_pass, list_passes
 from h3opt.report import PassReport
 from h3opt.tables import passes_markdown
 
@@ -336,14 +336,14 @@ def test_the_decode_suite_can_be_tried_on_a_cpu(h3opt: Run, tmp_path: Path) -> N
 def test_the_trained_reference_shows_what_fp8_does_to_a_clip(
     h3opt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from h3opt.generation import reference_pipeline
+    from h3opt.pipeline.generation import reference_pipeline
 
     def silent(*how: Any) -> Any:
         pipe = reference_pipeline(*how)
         pipe.audio_vae.decode = lambda latents, *_, **__: (latents.new_zeros(2, 1, 8),)
         return pipe
 
-    monkeypatch.setattr("h3opt.generation.reference_pipeline", silent)
+    monkeypatch.setattr("h3opt.pipeline.generation.reference_pipeline", silent)
     write_mp4(tmp_path / "noise.mp4", torch.rand(22, 3, 64, 96), torch.zeros(2, 9), 32_000)
     size = ("--canvas", "64x96x22", "--rounds", 1, "--peers", "", "--passes", "vae_fp8_linear", "--clips", tmp_path)
     result = h3opt("bench", "--suite", "decode", "--trained", "--device", "cpu", *size, "--json", "-")
@@ -447,7 +447,7 @@ def test_calibrate_says_what_perceptual_promises_should_be(h3opt: Run, monkeypat
     from test_page import verdict
 
     asked: list[Any] = []
-    monkeypatch.setattr("h3opt.generation.reference_pipeline", lambda *_: None)
+    monkeypatch.setattr("h3opt.pipeline.generation.reference_pipeline", lambda *_: None)
     monkeypatch.setattr(verification, "verify", lambda *_, **given: asked.append(given) or verdict())
     result = h3opt("verify", "--calibrate", "--seeds", 2)
     expected = [one.name for one in list_passes() if isinstance(one.promise, Perceptual)]
@@ -498,7 +498,7 @@ def test_ctrl_c_is_no_traceback(h3opt: Run, monkeypatch: pytest.MonkeyPatch) -> 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("h3opt.generation.reference_pipeline", interrupted)
+    monkeypatch.setattr("h3opt.pipeline.generation.reference_pipeline", interrupted)
     assert h3opt("verify") == Result(130, "", "interrupted\n")
 
 
@@ -534,7 +534,7 @@ def test_the_collector_is_left_as_the_caller_had_it(
         return work
 
     monkeypatch.setattr(demo, "run_demo", stop(DeviceError("There is none. Get one.")))
-    monkeypatch.setattr("h3opt.generation.reference_pipeline", stop(KeyboardInterrupt()))
+    monkeypatch.setattr("h3opt.pipeline.generation.reference_pipeline", stop(KeyboardInterrupt()))
     gc.set_threshold(701, 9, 8)
     (gc.enable if enabled else gc.disable)()
     before = collector()
@@ -549,7 +549,7 @@ def test_the_collector_is_left_as_it_was_by_a_crash_too(collector: Any, monkeypa
     def crash(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("h3opt.generation.reference_pipeline", crash)
+    monkeypatch.setattr("h3opt.pipeline.generation.reference_pipeline", crash)
     monkeypatch.setattr(sys, "argv", ["h3opt", "verify"])
     before = collector()
     with pytest.raises(ZeroDivisionError):
@@ -732,7 +732,7 @@ def test_evidence_replays_in_the_dtype_it_was_verified_with(
         asked.append(how)
         raise DeviceError("No more is needed. Stop.")
 
-    monkeypatch.setattr("h3opt.generation.reference_pipeline", pipeline)
+    monkeypatch.setattr("h3opt.pipeline.generation.reference_pipeline", pipeline)
     found = Evidence("fused_swiglu", {}, "module", "transformer", 0, [], dtype=torch.float16, device="cpu")
     found.inputs, found.arguments = flatten(((), {}))
     found.expected, found.found = [torch.ones(2)], [torch.zeros(2)]
@@ -762,7 +762,7 @@ def test_a_broken_promise_is_exit_code_1_and_its_name(
         pipe.audio_vae.decode = lambda latents, *_, **__: (latents.new_zeros(2, 1, 8),)
         return pipe
 
-    monkeypatch.setattr("h3opt.generation.reference_pipeline", silent)
+    monkeypatch.setattr("h3opt.pipeline.generation.reference_pipeline", silent)
     monkeypatch.setattr(verification, "verify", recorded)
     monkeypatch.setattr(find_pass("fp8_linear"), "promise", Exact())
     file = profile(tmp_path / "mine.yaml", "  - pass: fp8_linear\n  - pass: hoist_step_invariants\n")

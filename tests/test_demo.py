@@ -17,9 +17,9 @@ from h3opt.demo import run_demo, write_json
 from h3opt.errors import H3OptError, PipelineError
 from h3opt.faults import Finding
 from h3opt.floors import Floor
-from h3opt.generation import GenerationSettings, Media
-from h3opt.promises import Exact, Perceptual, Promise
-from h3opt.registry import list_passes
+from h3opt.pass_api.promises import Exact, Perceptual, Promise
+from h3opt.pass_api.registry import list_passes
+from h3opt.pipeline.generation import GenerationSettings, Media
 from h3opt.report import Report
 from h3opt.tables import passes_table, verdict_lines, verdict_table
 from h3opt.verification import Difference, PassVerdict, Verdict

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from h3opt import explain as explaining
-from h3opt.components import PipelineView
 from h3opt.errors import PipelineError, UnknownPassError
 from h3opt.explain import describe, explain, explain_plan, explain_sites, has_plan, sites_text
-from h3opt.generation import GenerationSettings
 from h3opt.graph.matcher import Rule
-from h3opt.promises import Exact
-from h3opt.protocol import GraphPass, SchedulePass
+from h3opt.pass_api.base import GraphPass, SchedulePass
+from h3opt.pass_api.promises import Exact
+from h3opt.pass_api.registry import find_pass, list_passes, make_pass
+from h3opt.pipeline.generation import GenerationSettings
+from h3opt.pipeline.view import PipelineView
 from h3opt.reference import full_vae
-from h3opt.registry import find_pass, list_passes, make_pass
 from h3opt.report import PassReport
 from h3opt.seam_picture import seam_picture
 from h3opt.session import optimize

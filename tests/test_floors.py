@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend
 
 import h3opt
 from h3opt import floors
-from h3opt.components import PipelineView
 from h3opt.difference import Difference
 from h3opt.errors import PassOptionError
 from h3opt.floors import (
@@ -31,7 +30,8 @@ from h3opt.floors import (
     multiple_digits,
     multiple_words,
 )
-from h3opt.generation import GenerationSettings, Media, generate
+from h3opt.pipeline.generation import GenerationSettings, Media, generate
+from h3opt.pipeline.view import PipelineView
 from h3opt.tables import verdict_lines
 
 CLIP = GenerationSettings(num_inference_steps=2)

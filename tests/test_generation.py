@@ -16,7 +16,8 @@ from conftest import COMPONENTS, DTYPES, assert_same_media
 from safetensors.torch import load_file, save_file
 
 from h3opt.errors import CheckpointError
-from h3opt.generation import GenerationSettings, Media, generate, load_pipeline
+from h3opt.pipeline.generation import GenerationSettings, Media, generate
+from h3opt.pipeline.loading import load_pipeline
 from h3opt.reference import save_tiny, tiny_pipeline
 
 MODELS = ("text_encoder", *COMPONENTS)

@@ -11,18 +11,19 @@ import pytest
 import torch
 
 import h3opt
-from h3opt.calls import around
-from h3opt.components import PipelineView
 from h3opt.device import Device, to_host
 from h3opt.errors import DeviceError
 from h3opt.kernels import kernel_names
 from h3opt.kernels.ops import attention
 from h3opt.metrics.bits import bits_equal, relative_error
 from h3opt.metrics.lpips import lpips_per_frame
+from h3opt.pass_api.registry import make_pass
+from h3opt.pipeline.hooks import around
+from h3opt.pipeline.tiling.plan import plan_decode
+from h3opt.pipeline.tiling.strategies import Blends, Choices
+from h3opt.pipeline.view import PipelineView
 from h3opt.recording import CudaRecording
 from h3opt.reference import CANVASES, full_vae, tiny_call, tiny_pipeline
-from h3opt.registry import make_pass
-from h3opt.tiles import Blends, Choices, plan_decode
 
 pytestmark = [
     pytest.mark.gpu,

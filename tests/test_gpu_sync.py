@@ -8,11 +8,11 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_minimax_h3_audio import MiniMaxH3AudioActivation1d
 
 import h3opt
-from h3opt.calls import around
-from h3opt.components import PipelineView
 from h3opt.kernels import kernel_names
 from h3opt.metrics.audio import audio_snr_db
 from h3opt.metrics.bits import bits_equal
+from h3opt.pipeline.hooks import around
+from h3opt.pipeline.view import PipelineView
 from h3opt.reference import tiny_call, tiny_pipeline
 
 pytestmark = [

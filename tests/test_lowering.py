@@ -19,11 +19,13 @@ from h3opt.graph.tracing import trace
 from h3opt.kernels import ops
 from h3opt.lowering import Lowering
 from h3opt.metrics.bits import bits_equal
+from h3opt.pass_api.base import GraphFacts, GraphPass
+from h3opt.pass_api.examples import Draw
+from h3opt.pass_api.ordering import in_order
+from h3opt.pass_api.promises import Exact, Perceptual, Rounding
+from h3opt.pass_api.registry import list_passes, make_pass
+from h3opt.pass_api.testing import rewired
 from h3opt.probe import probe, signature
-from h3opt.promises import Exact, Perceptual, Rounding
-from h3opt.protocol import GraphFacts, GraphPass
-from h3opt.registry import in_order, list_passes, make_pass
-from h3opt.testing import Draw, rewired
 
 aten = torch.ops.aten
 BLOCK = GraphFacts("transformer.block", {"transformer.block": 1})

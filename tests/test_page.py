@@ -26,10 +26,10 @@ from h3opt.errors import MissingDependencyError, PipelineError
 from h3opt.faults import Finding
 from h3opt.figures import lpips_chart
 from h3opt.floors import Floor
-from h3opt.generation import GenerationSettings, Media
 from h3opt.latents import LatentTrace
 from h3opt.page import check_page, write_blind, write_report
-from h3opt.promises import Exact, Perceptual
+from h3opt.pass_api.promises import Exact, Perceptual
+from h3opt.pipeline.generation import GenerationSettings, Media
 from h3opt.report import Report
 from h3opt.verdict import PassVerdict, Verdict
 

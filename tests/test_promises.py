@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from h3opt.promises import Exact, Perceptual, Rounding
+from h3opt.pass_api.promises import Exact, Perceptual, Rounding
 from h3opt.verification import Difference, _holds
 
 SAME = Difference()

@@ -21,9 +21,10 @@ from h3opt.errors import (
     PassOrderError,
     UnknownPassError,
 )
-from h3opt.promises import Exact, Rounding
-from h3opt.protocol import FormatPass, GraphPass, SchedulePass
-from h3opt.registry import find_pass, in_order, list_passes, make_pass, register
+from h3opt.pass_api.base import FormatPass, GraphPass, SchedulePass
+from h3opt.pass_api.ordering import in_order
+from h3opt.pass_api.promises import Exact, Rounding
+from h3opt.pass_api.registry import find_pass, list_passes, make_pass, register
 
 
 @pytest.fixture

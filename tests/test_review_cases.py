@@ -12,9 +12,10 @@ from h3opt import optimize
 from h3opt.errors import PipelineError
 from h3opt.graph.canonicalize import canonicalize
 from h3opt.graph.tracing import trace
+from h3opt.pass_api.examples import Draw
+from h3opt.pass_api.registry import make_pass
+from h3opt.pass_api.testing import Example, rewrite, semantic
 from h3opt.reference import full_inputs, tiny_pipeline
-from h3opt.registry import make_pass
-from h3opt.testing import Draw, Example, rewrite, semantic
 
 
 @pytest.fixture(scope="module")

@@ -29,14 +29,14 @@ from h3opt.errors import (
     ShortfallWarning,
     UnknownPassError,
 )
-from h3opt.generation import GenerationSettings, Media, generate
 from h3opt.kernels import ops
 from h3opt.metrics.bits import bits_equal
+from h3opt.pass_api.base import No, SchedulePass
+from h3opt.pass_api.promises import Exact
+from h3opt.pass_api.registry import make_pass
+from h3opt.pass_api.testing import rewired
+from h3opt.pipeline.generation import GenerationSettings, Media, generate
 from h3opt.profiles import load_profile
-from h3opt.promises import Exact
-from h3opt.protocol import No, SchedulePass
-from h3opt.registry import make_pass
-from h3opt.testing import rewired
 
 aten = torch.ops.aten
 CLIP = GenerationSettings(num_inference_steps=3)

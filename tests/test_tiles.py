@@ -17,20 +17,12 @@ from torch.utils._pytree import tree_leaves
 from h3opt.errors import MemoryBudgetError, PipelineError
 from h3opt.metrics.bits import bits_equal
 from h3opt.metrics.seams import seam_visibility
+from h3opt.pipeline.tiling.plan import TilePlan, memory_bytes, memory_text, plan_decode, plan_encode
+from h3opt.pipeline.tiling.scheduler import TileScheduler, schedule_tiles
+from h3opt.pipeline.tiling.strategies import Blends, Choices
 from h3opt.reference import CANVASES, full_vae
 from h3opt.reference.random_weights import cast_as_loaded, fill_random
 from h3opt.reference.tiny import VAE_CONFIG
-from h3opt.tiles import (
-    Blends,
-    Choices,
-    TilePlan,
-    TileScheduler,
-    memory_bytes,
-    memory_text,
-    plan_decode,
-    plan_encode,
-    schedule_tiles,
-)
 
 TILE, OVERLAP = 64, 16
 

@@ -13,12 +13,12 @@ from conftest import COMPONENTS, assert_same_media, differing, fingerprint
 
 import h3opt
 from h3opt.errors import CheckpointError, PassConflictError, PipelineError, ShortfallError, UnknownPassError
-from h3opt.generation import GenerationSettings, generate
 from h3opt.kernels import ops
-from h3opt.promises import Exact, Perceptual, Rounding
-from h3opt.registry import make_pass
+from h3opt.pass_api.promises import Exact, Perceptual, Rounding
+from h3opt.pass_api.registry import make_pass
+from h3opt.pass_api.testing import rewired
+from h3opt.pipeline.generation import GenerationSettings, generate
 from h3opt.tables import verdict_lines
-from h3opt.testing import rewired
 from h3opt.verification import Difference, Verdict, _furthest, _holds
 
 aten = torch.ops.aten

@@ -478,7 +478,8 @@ def test_sizes_stay_symbolic():
 
 
 def swiglu_rule() -> Rule:
-    from h3opt.patterns import halves_of_channels, swiglu
+    from h3opt.pass_api.guards import halves_of_channels
+    from h3opt.pass_api.patterns import swiglu
 
     def fused(x, dim, middle, end):
         return ops.swiglu(x)

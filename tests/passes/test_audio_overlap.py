@@ -14,9 +14,9 @@ from conftest import build
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 from h3opt import optimize
-from h3opt.components import PipelineView
 from h3opt.metrics.bits import bits_equal
 from h3opt.passes.audio_overlap import AudioOverlap, EarlyAudio
+from h3opt.pipeline.view import PipelineView
 
 VIDEO, AUDIO = "MiniMaxH3VideoDecodeStep", "MiniMaxH3AudioDecodeStep"
 

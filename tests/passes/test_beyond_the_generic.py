@@ -9,11 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import h3opt
 from h3opt.kernels.ops import attention
 from h3opt.metrics.bits import bits_equal, relative_error
+from h3opt.pass_api.base import GraphFacts
+from h3opt.pass_api.examples import Draw, Example, norm_and_turn
+from h3opt.pass_api.registry import make_pass
+from h3opt.pass_api.testing import check_pass, rewired, rewrite, semantic
 from h3opt.passes import attention_backend
-from h3opt.protocol import Example, GraphFacts
 from h3opt.reference import tiny_pipeline
-from h3opt.registry import make_pass
-from h3opt.testing import Draw, check_pass, norm_and_turn, rewired, rewrite, semantic
 
 
 def cast_heads(draw: Draw) -> Example:

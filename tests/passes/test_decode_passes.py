@@ -14,20 +14,22 @@ import torch
 from diffusers import AutoencoderKLMiniMaxH3
 
 import h3opt
-from h3opt.calls import around
-from h3opt.components import PipelineView
 from h3opt.errors import DeviceError, H3OptError, MemoryBudgetError, PassOptionError, PipelineError
-from h3opt.fp8 import PROJECTIONS, FP8Linear
-from h3opt.generation import GenerationSettings, generate
 from h3opt.metrics.bits import bits_equal
 from h3opt.metrics.lpips import lpips_per_frame
+from h3opt.pass_api.fp8 import PROJECTIONS, FP8Linear
+from h3opt.pass_api.registry import make_pass
 from h3opt.passes.async_assembly import SideStream
 from h3opt.passes.tile_geometry import parse_tile
+from h3opt.pipeline.generation import GenerationSettings, generate
+from h3opt.pipeline.hooks import around
+from h3opt.pipeline.tiling.plan import plan_decode
+from h3opt.pipeline.tiling.scheduler import schedule_tiles
+from h3opt.pipeline.tiling.strategies import Choices
+from h3opt.pipeline.view import PipelineView
 from h3opt.recording import CudaRecording, Recording, Replayed, Turns
 from h3opt.reference.random_weights import cast_as_loaded, fill_random
 from h3opt.reference.tiny import VAE_CONFIG
-from h3opt.registry import make_pass
-from h3opt.tiles import Choices, plan_decode, schedule_tiles
 
 CANVASES = {"one tile": (4, 4), "tiled one way": (4, 9), "tiled both ways": (5, 9)}
 EXACT = [["async_assembly"], ["memory_query_reuse"], ["tile_graph"]]

@@ -15,28 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import GraphModule, Node
 
-from h3opt.calls import around
 from h3opt.floors import Nudge
-from h3opt.generation import GenerationSettings, Media, generate
 from h3opt.graph.canonicalize import canonicalize
 from h3opt.graph.matcher import parameters, traced
 from h3opt.graph.nodes import value
 from h3opt.graph.tracing import trace
 from h3opt.metrics.bits import bits_equal
-from h3opt.promises import Exact, Perceptual, Rounding
-from h3opt.protocol import GraphFacts, GraphPass, Pass
-from h3opt.registry import in_order, list_passes, make_pass
+from h3opt.pass_api.base import GraphFacts, GraphPass, Pass
+from h3opt.pass_api.examples import Draw
+from h3opt.pass_api.ordering import in_order
+from h3opt.pass_api.promises import Exact, Perceptual, Rounding
+from h3opt.pass_api.registry import list_passes, make_pass
+from h3opt.pass_api.testing import accepted, broken_promise, check_pass, fires_again, rewrite, semantic, survives
+from h3opt.pipeline.generation import GenerationSettings, Media, generate
+from h3opt.pipeline.hooks import around
 from h3opt.session import Session, prepare
-from h3opt.testing import (
-    Draw,
-    accepted,
-    broken_promise,
-    check_pass,
-    fires_again,
-    rewrite,
-    semantic,
-    survives,
-)
 from h3opt.verification import Difference, _holds
 
 aten = torch.ops.aten

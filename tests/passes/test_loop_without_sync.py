@@ -17,13 +17,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from h3opt import optimize
-from h3opt.components import PipelineView
 from h3opt.errors import ShortfallError
-from h3opt.generation import GenerationSettings, generate
 from h3opt.metrics.bits import bits_equal
+from h3opt.pass_api.base import Pass
+from h3opt.pass_api.registry import make_pass
 from h3opt.passes.deferred_sync import DeferredSync, QueuedConstants
-from h3opt.protocol import Pass
-from h3opt.registry import make_pass
+from h3opt.pipeline.generation import GenerationSettings, generate
+from h3opt.pipeline.view import PipelineView
 
 CUDA = torch.device("cuda", 0)
 PLAN = ("timesteps", "audio_timesteps", "row_timestep_plan")

@@ -1,8 +1,4 @@
-"""Which passes exist, and in which order a chosen set of them runs.
-
-Passes come from the package ``h3opt.passes`` (one file each) and from installed packages that name a module under the
-entry-point group ``h3opt.passes``. Nothing else in h3opt knows a pass by name.
-"""
+"""Which passes exist."""
 
 from __future__ import annotations
 
@@ -10,25 +6,30 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from h3opt.errors import (
-    PassConflictError,
     PassDefinitionError,
     PassOptionError,
-    PassOrderError,
     UnknownPassError,
     nearest,
 )
-from h3opt.promises import Exact, Perceptual, Rounding
-from h3opt.protocol import FormatPass, GraphPass, Pass, SchedulePass
+from h3opt.pass_api.base import FormatPass, GraphPass, Pass, SchedulePass
+from h3opt.pass_api.promises import Exact, Perceptual, Rounding
 
 ENTRY_POINT_GROUP = "h3opt.passes"
+
+
 _STAGES = {"format": 0, "graph": 1, "schedule": 2}
+
+
 _registered: dict[str, type[Pass]] = {}
+
+
 _loaded: set[str] = set()
+
 
 PassClass = TypeVar("PassClass", bound=type[Pass])
 
@@ -94,37 +95,6 @@ def make_pass(name: str, options: Mapping[str, Any] | None = None) -> Pass:
         raise PassOptionError(f"Pass {name!r} refuses its options: {error}. See `h3opt explain {name}`.") from error
 
 
-def in_order(passes: Iterable[Pass]) -> tuple[Pass, ...]:
-    """Sort passes so that each comes after those it names in ``after``; ties go by kind, then name.
-
-    Raises:
-        PassConflictError: one pass twice, or two that exclude each other.
-        PassOrderError: the ``after`` declarations form a cycle.
-    """
-    chosen: dict[str, Pass] = {}
-    for instance in passes:
-        if instance.name in chosen:
-            raise PassConflictError(f"Pass {instance.name!r} is given twice. Keep one of the two.")
-        chosen[instance.name] = instance
-    for instance in chosen.values():
-        for other in instance.conflicts:
-            if other in chosen:
-                raise PassConflictError(f"Passes {instance.name!r} and {other!r} exclude each other. Turn one off.")
-    waiting = {name: {other for other in instance.after if other in chosen} for name, instance in chosen.items()}
-    ordered: list[Pass] = []
-    while waiting:
-        ready = [name for name, before in waiting.items() if not before]
-        if not ready:
-            circle = " → ".join(sorted(waiting))
-            raise PassOrderError(f"These passes each wait for another: {circle}. Remove one of their `after` entries.")
-        first = min(ready, key=lambda name: (_STAGES[chosen[name].kind], name))
-        ordered.append(chosen[first])
-        del waiting[first]
-        for before in waiting.values():
-            before.discard(first)
-    return tuple(ordered)
-
-
 def _load() -> None:
     package = importlib.import_module("h3opt.passes")
     names = [f"h3opt.passes.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
@@ -159,7 +129,7 @@ def _problem_with(cls: type) -> str | None:
         return "is not a frozen dataclass. Decorate it with @dataclass(frozen=True) below @register."
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
-        return f"leaves out {missing}. Every pass defines them (see h3opt.protocol)."
+        return f"leaves out {missing}. Every pass defines them (see h3opt.pass_api.base)."
     if not cls.summary():
         return "has no docstring. Say in its first line what it does and why that is faster."
     if issubclass(cls, SchedulePass) and not cls.happens_before:

@@ -8,27 +8,28 @@ say what it promises and in which order it runs. There are three kinds:
 * :class:`SchedulePass` changes when and where work runs.
 
 All three carry examples that must fire, examples that must be left alone, and *mutants*: deliberately wrong versions
-of themselves that the generic tests (:mod:`h3opt.testing`) have to catch.
+of themselves that the generic tests (:mod:`h3opt.pass_api.testing`) have to catch.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from h3opt.device import Device
 from h3opt.graph.matcher import Rule
-from h3opt.promises import Promise
+from h3opt.pass_api.examples import Decline, Example, Mutant
+from h3opt.pass_api.promises import Promise
 
 if TYPE_CHECKING:
     import torch
 
-    from h3opt.components import PipelineView
-    from h3opt.testing import Draw
+    from h3opt.pass_api.examples import Draw
+    from h3opt.pipeline.view import PipelineView
 
 
 @dataclass(frozen=True)
@@ -80,30 +81,6 @@ class GraphFacts:
         if not self.holds:
             return None
         return sum(count * self.holds.get(kind.replace("_", ".", 1), 0) for kind, count in sites.items())
-
-
-@dataclass(frozen=True)
-class Example:
-    """A function as a model would spell it, and arguments to call it with."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Decline:
-    """An example that differs from a matching one in a single condition, and must be left alone because of it."""
-
-    why: str
-    build: Callable[[Draw], Example]
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A wrong version of a pass. The generic tests fail if they cannot tell it from the right one."""
-
-    why: str
-    instance: Pass
 
 
 @dataclass(frozen=True)

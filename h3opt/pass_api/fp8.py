@@ -12,10 +12,11 @@ import torch
 
 from h3opt.device import to_host
 from h3opt.kernels import ops
-from h3opt.protocol import FormatPass
+from h3opt.pass_api.base import FormatPass
 
 if TYPE_CHECKING:
-    from h3opt.components import PipelineView
+    from h3opt.pipeline.view import PipelineView
+
 
 PROJECTIONS = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "ff.net.0.proj", "ff.net.2")
 """The linear layers of a block, in the transformer and in the video decoder."""

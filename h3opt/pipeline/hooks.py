@@ -1,4 +1,4 @@
-"""Wrap the calls of a module from outside: the module keeps its type, signature, parameters and hooks."""
+"""Calls of modules sent through wrappers, without touching a module's forward."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from h3opt._torch_private import module_call, set_compiled_call
 
 _REPLACED = {"forward", "_hf_hook"}
+
 
 Wrapper = Callable[..., Any]
 """Called as ``wrapper(proceed, *args, **kwargs)``; ``proceed(*args, **kwargs)`` goes on to the module."""
@@ -43,21 +44,6 @@ def observed(module: torch.nn.Module) -> bool:
     slot = getattr(module, "_compiled_call_impl", None)
     wrapped = isinstance(slot, _Slot) and len(slot.wrappers) > len(slot.innermost)
     return bool(wrapped or module._forward_hooks or module._forward_pre_hooks or module.__dict__.keys() & _REPLACED)
-
-
-def writes(tensor: torch.Tensor) -> int | torch.Tensor:
-    """How often ``tensor`` has been written to; under ``inference_mode`` nobody counts, so then a copy of it."""
-    return tensor.clone() if tensor.is_inference() else tensor._version
-
-
-def unwritten(tensor: torch.Tensor, since: int | torch.Tensor) -> bool:
-    """Whether ``tensor`` is as it was when :func:`writes` gave ``since``. Waits for the device for a copy only."""
-    return torch.equal(tensor, since) if isinstance(since, torch.Tensor) else tensor._version == since
-
-
-def ambient(device: torch.device) -> tuple[bool, torch.dtype]:
-    """What a result also depends on: whether autocast is on for ``device``, and its dtype."""
-    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
 
 
 class _Slot:

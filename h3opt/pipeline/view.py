@@ -22,6 +22,7 @@ from h3opt.errors import PipelineError
 StepWrapper = Callable[..., Any]
 """See :meth:`PipelineView.around_step`."""
 
+
 _BATCH, _TOKENS, _ROWS = 0, 1, 0  # dimensions of [batch, tokens, channels] and [rows, ...]
 
 

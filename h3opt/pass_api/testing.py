@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.nn.functional import rms_norm
 
 from h3opt.errors import PassFailedError
 from h3opt.graph.canonicalize import canonicalize
@@ -25,94 +23,10 @@ from h3opt.graph.nodes import copy_graph
 from h3opt.graph.rewriter import Outcome, apply_rules
 from h3opt.graph.tracing import trace
 from h3opt.metrics.bits import bits_equal, relative_error, row_ulps
-from h3opt.promises import Exact, Perceptual, Rounding
-from h3opt.protocol import Decline, Example, GraphPass
-from h3opt.tiles import Lane
-
-SPECIAL_VALUES = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0)
-
-
-@dataclass
-class Draw:
-    """Sizes and a source of data for an example; property tests draw one per case.
-
-    Attributes:
-        batch, tokens, rows, channels, heads, head_dim: sizes; ``channels`` is even.
-        dtype: of every floating point tensor.
-        magnitude: standard deviation of the data.
-        special: whether to plant NaN, infinities, signed zeros and subnormals.
-        strided: whether tensors are non-contiguous views.
-        device: where tensors are.
-        seed: of the data.
-    """
-
-    batch: int = 1
-    tokens: int = 7
-    rows: int = 6
-    channels: int = 16
-    heads: int = 2
-    head_dim: int = 16
-    dtype: torch.dtype = torch.float32
-    magnitude: float = 1.0
-    special: bool = False
-    strided: bool = False
-    device: str = "cpu"
-    seed: int = 0
-    _generator: torch.Generator = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(self.seed)
-
-    @property
-    def unit_scale(self) -> bool:
-        """Whether the data is what a pass that is not Exact states its error for: finite and of ordinary size."""
-        return not self.special and 0.1 <= self.magnitude <= 1
-
-    def tensor(self, *shape: int) -> torch.Tensor:
-        """Normal data of ``shape``, with the draw's dtype, magnitude, special values and strides."""
-        storage = (*shape[:-1], 2 * shape[-1]) if self.strided else shape
-        data = torch.randn(storage, generator=self._generator) * self.magnitude
-        if self.special and data.numel():
-            flat = data.view(-1)
-            specials = (*SPECIAL_VALUES, torch.finfo(self.dtype).smallest_normal / 4)
-            where = torch.randint(0, flat.numel(), (len(specials),), generator=self._generator)
-            flat[where] = torch.tensor(specials)
-        data = data.to(self.dtype)
-        return (data[..., ::2] if self.strided else data).to(self.device)
-
-    def index(self, rows: int, tokens: int) -> torch.Tensor:
-        """int64 row numbers ``[tokens]`` below ``rows``."""
-        return torch.randint(0, rows, (tokens,), generator=self._generator).to(self.device)
-
-    def modulation(self) -> tuple[torch.Tensor, ...]:
-        """``x [batch, tokens, channels], weight [channels], scale [rows, channels], shift [rows, channels], index``."""
-        return (
-            self.tensor(self.batch, self.tokens, self.channels),
-            self.tensor(self.channels),
-            self.tensor(self.rows, self.channels),
-            self.tensor(self.rows, self.channels),
-            self.index(self.rows, self.tokens),
-        )
-
-    def rotary(self) -> tuple[torch.Tensor, ...]:
-        """``x [batch, tokens, heads, head_dim], weight [head_dim], cos and sin [tokens, 3/4 head_dim]``."""
-        turning = self.head_dim * 3 // 4
-        return (
-            self.tensor(self.batch, self.tokens, self.heads, self.head_dim),
-            self.tensor(self.head_dim),
-            self.tensor(self.tokens, turning),
-            self.tensor(self.tokens, turning),
-        )
-
-
-def norm_and_turn(x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RMSNorm of each head and rotary embedding of what :meth:`Draw.rotary` draws, as MiniMax-H3 spells them."""
-    rotary = cos.shape[-1]
-    normed = rms_norm(x, (x.shape[-1],), weight, 1e-5)
-    turned, passed = normed[..., :rotary], normed[..., rotary:]
-    first, second = turned.chunk(2, dim=-1)
-    quarter_turn = torch.cat((-second, first), dim=-1)
-    return torch.cat((turned * cos[None, :, None] + quarter_turn * sin[None, :, None], passed), dim=-1)
+from h3opt.pass_api.base import GraphPass
+from h3opt.pass_api.examples import Decline, Draw, Example
+from h3opt.pass_api.promises import Exact, Perceptual, Rounding
+from h3opt.pipeline.tiling.strategies import Lane
 
 
 def semantic(example: Example) -> GraphModule:

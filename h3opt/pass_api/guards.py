@@ -1,0 +1,125 @@
+"""Conditions on a match that several passes share: each returns why a site must be left alone."""
+
+from __future__ import annotations
+
+import torch
+
+from h3opt.graph.matcher import Match
+from h3opt.graph.nodes import value
+
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+
+
+def tables_line_up(match: Match, *per_token: str) -> str | None:
+    """Why a modulation cannot be fused: mixed dtypes, a norm over more than channels, an index that broadcasts.
+
+    Args:
+        match: binds ``index``, and to each name in ``per_token`` a ``[..., tokens, channels]`` tensor or a
+            ``[rows, channels]`` table; ``shape`` if there is a norm.
+        per_token: the tensors that must share a dtype; the first is indexed per token.
+    """
+    missing = [name for name in per_token if match.tensor(name) is None]
+    if missing:
+        return f"{missing[0]} is no tensor"
+    if len(match.dtypes(*per_token)) != 1:
+        return f"{', '.join(per_token)} have different dtypes: {sorted(map(str, match.dtypes(*per_token)))}"
+    if not next(iter(match.dtypes(*per_token))).is_floating_point:
+        return f"{per_token[0]} is not real floating point"
+    if (reason := not_contiguous(match)) is not None:
+        return reason
+    x, index = match.tensor(per_token[0]), match.tensor("index")
+    if x is None or index is None or x.ndim < 2 or index.ndim != 1:
+        return f"{per_token[0]} is not [..., tokens, channels] with one index per token"
+    if str(x.shape[-2]) != str(index.shape[0]):
+        return f"the index has {index.shape[0]} entries for {x.shape[-2]} tokens"
+    if "shape" in match.bound and list(match.literal("shape")) != [x.shape[-1]]:
+        return f"the norm runs over {list(match.literal('shape'))}, not over the last dimension alone"
+    for name in per_token[1:]:
+        other = match.tensor(name)
+        if other is None or str(other.shape[-1]) != str(x.shape[-1]):
+            return f"{name} does not have the channels of {per_token[0]}"
+        if name in ("scale", "shift", "gate") and other.ndim != 2:
+            return f"{name} is not a [rows, channels] table"
+        if name == "y" and str(other.shape) != str(x.shape):
+            return f"y is broadcast to the shape of {per_token[0]}"
+    return None
+
+
+def norm_is_wide(match: Match) -> str | None:
+    """Why a norm is not a float32 one over channels, with a weight and a contiguous result.
+
+    ``match`` binds ``x`` (unless the norm reads what is computed inside the pattern), ``shape``, ``weight`` and, where
+    the pattern casts, ``wide`` and ``own``.
+    """
+    weight = match.tensor("weight")
+    if weight is None or weight.dtype != torch.float32:
+        return "the norm has no float32 weight"
+    if list(match.literal("shape")) != list(weight.shape) or weight.ndim != 1:
+        return f"the norm runs over {list(match.literal('shape'))}, not over the last dimension alone"
+    wide = match.bound.get("wide", torch.float32)
+    dtypes = match.dtypes("x") if "x" in match.bound else {torch.float32}
+    if wide != torch.float32 or ("wide" not in match.bound and dtypes != {torch.float32}):
+        return f"the norm is computed in {wide if 'wide' in match.bound else next(iter(dtypes), None)}, not in float32"
+    if not dtypes <= _FLOATS or match.bound.get("own", torch.float32) not in _FLOATS:
+        return f"x is {next(iter(dtypes))} and its norm is rounded to {match.bound.get('own')}"
+    return not_contiguous(match)
+
+
+def not_contiguous(match: Match) -> str | None:
+    """Why a kernel's contiguous result would be another layout than the model's."""
+    if any(out is not None and not out.is_contiguous() for out in map(value, match.outputs)):
+        return "its result is not contiguous, as a kernel's is, and who reads it may sum in the order of memory"
+    return None
+
+
+def halves_of_channels(match: Match) -> str | None:
+    """Why a product of two slices is not a SwiGLU: not the last dimension, or not its two halves."""
+    x = match.tensor("x")
+    if x is None or match.literal("dim") != x.ndim - 1:
+        return "the slices are not along the last dimension"
+    if not all(isinstance(match.literal(bound), int) for bound in ("middle", "end")):
+        return "the slices have bounds that are not known"
+    if match.literal("end") != x.shape[-1] or match.literal("middle") * 2 != x.shape[-1]:
+        return f"the slices are not the two halves of {x.shape[-1]} channels"
+    return None
+
+
+def heads_line_up(match: Match) -> str | None:
+    """Why a site is not a per-head norm and rope: other dimensions, other halves, mixed dtypes."""
+    if match.tensor("weight") is None:
+        return "the norm has no weight"
+    reason = turn_lines_up(match)
+    if reason is None and len(match.dtypes("x", "weight", "cos", "sin")) != 1:
+        reason = "heads, weight and angles have different dtypes"
+    return reason
+
+
+def turn_lines_up(match: Match, per_sample: bool = False) -> str | None:
+    """Why norm, slices and angles do not fit heads; with ``per_sample``, angles may differ within the batch."""
+    x, cos, sin = (match.tensor(name) for name in ("x", "cos", "sin"))
+    if x is None or cos is None or sin is None or x.ndim != 4 or cos.ndim != 4:
+        return "it is not [batch, tokens, heads, head_dim] with one angle per token and channel"
+    half, rotary, end = (match.literal(name) for name in ("half", "rotary", "end"))
+    head_dim = x.shape[-1]
+    if match.literal("dim") != 3 or end != head_dim or 2 * half != rotary or list(match.literal("shape")) != [head_dim]:
+        return f"norm, halves or rotary part do not fit a head of {head_dim} channels"
+    expected = [1, x.shape[1], 1, rotary]
+    served = {str(expected), str([x.shape[0], *expected[1:]])} if per_sample else {str(expected)}
+    if str(list(cos.shape)) != str(list(sin.shape)) or str(list(cos.shape)) not in served:
+        return f"there are angles {list(cos.shape)}, not {expected}"
+    return None
+
+
+def heads_attend(match: Match, *names: str) -> str | None:
+    """Why a site is not attention of equal numbers of tokens and heads: ``names`` bind its Q, K and V."""
+    tensors = [match.tensor(name) for name in names]
+    if (
+        any(one is None or one.ndim != 4 for one in tensors)
+        or len({str(one.shape) for one in tensors if one is not None}) != 1
+    ):
+        return "Q, K and V are not [batch, tokens, heads, head_dim] of one shape"
+    if len(match.dtypes(*names)) != 1:
+        return "Q, K and V have different dtypes"
+    if list(match.literal("swap")) != [0, 2, 1, 3]:
+        return "what is swapped around attention is not tokens and heads"
+    return None

@@ -1,0 +1,1 @@
+"""The tile scheduler of the video VAE."""
