@@ -9,7 +9,7 @@ from h3opt.errors import H3OptError
 
 if TYPE_CHECKING:
     from h3opt.pass_api.registry import list_passes
-    from h3opt.profiles import load_profile
+    from h3opt.profiles.selection import load_profile
     from h3opt.session import Optimized, optimize
     from h3opt.verification import Verdict, verify
 

@@ -294,7 +294,7 @@ def bench(
     from h3opt.charts import write_bench_chart
     from h3opt.demo import write_json, write_text
     from h3opt.errors import DeviceError
-    from h3opt.profiles import detect_profile, load_profile
+    from h3opt.profiles.selection import detect_profile, load_profile
     from h3opt.reference import parse_canvas
 
     if suite not in ("transformer", "decode"):
@@ -440,7 +440,7 @@ def passes(
 @app.command()
 def profiles(name: Annotated[str | None, typer.Argument()] = None, json: Json = None) -> None:
     """List the shipped profiles, or the rows of one with their evidence."""
-    from h3opt.profiles import list_profiles, load_profile
+    from h3opt.profiles.selection import list_profiles, load_profile
     from h3opt.tables import profile_table, profiles_table
 
     if name is None:

@@ -13,7 +13,7 @@ from h3opt.errors import PipelineError
 from h3opt.files import partial_of
 from h3opt.media import write_frame_strip, write_mp4
 from h3opt.pipeline.generation import GenerationSettings, reference_pipeline
-from h3opt.profiles import load_profile
+from h3opt.profiles.selection import load_profile
 from h3opt.verification import Progress, Verdict, verify
 
 

@@ -25,7 +25,8 @@ from h3opt.pass_api.ordering import in_order
 from h3opt.pass_api.registry import make_pass
 from h3opt.pipeline.hooks import around
 from h3opt.pipeline.view import PipelineView
-from h3opt.profiles import Profile, detect_profile, load_profile
+from h3opt.profiles.schema import Profile
+from h3opt.profiles.selection import detect_profile, load_profile
 from h3opt.report import PassReport, Report
 
 # By component. A session refers to its components, so holding it here would keep a dropped pipeline for ever.
@@ -59,7 +60,7 @@ def optimize(
         target: a diffusers MiniMax-H3 pipeline with components loaded, its transformer, or one of its VAEs.
         passes: pass names or instances, in any order; ``None`` for what the profile turns on, ``[]`` for none. A name
             takes its options from the profile's row for it, if there is one.
-        profile: a shipped name, a path, a :class:`~h3opt.profiles.Profile`, or ``"auto"`` to go by the device.
+        profile: a shipped name, a path, a :class:`~h3opt.profiles.schema.Profile`, or ``"auto"`` to go by the device.
         executor: ``"direct"`` or ``"inductor"``; overrides the profile, as the next three do.
         scope: ``"block"`` or ``"model"``: what one graph spans.
         on_shortfall: ``"error"`` or ``"warn"``.

@@ -14,7 +14,8 @@ from h3opt.faults import FAULTS, Finding
 from h3opt.floors import multiple_digits, multiple_words
 from h3opt.pass_api.promises import Exact
 from h3opt.pass_api.registry import list_passes
-from h3opt.profiles import Profile, list_profiles
+from h3opt.profiles.schema import Profile
+from h3opt.profiles.selection import list_profiles
 from h3opt.report import Report
 from h3opt.verdict import Verdict
 

@@ -38,7 +38,7 @@ from h3opt.pass_api.base import Pass
 from h3opt.pass_api.ordering import strictest_first
 from h3opt.pass_api.promises import Exact, Perceptual, Promise, Rounding
 from h3opt.pipeline.generation import GenerationSettings, Media, generate
-from h3opt.profiles import Profile
+from h3opt.profiles.schema import Profile
 from h3opt.session import Session, displaced, prepare
 from h3opt.verdict import PassVerdict, Verdict
 

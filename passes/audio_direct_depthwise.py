@@ -16,8 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from h3opt.device import Device
 from h3opt.kernels import ops
-from h3opt.pass_api.base import FormatPass, No, Yes
-from h3opt.pass_api.examples import Mutant
+from h3opt.pass_api.base import FormatPass, Mutant, No, Yes
 from h3opt.pass_api.promises import Perceptual
 from h3opt.pass_api.registry import register
 

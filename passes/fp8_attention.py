@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from h3opt.device import Device
 from h3opt.graph.matcher import Rule
 from h3opt.kernels.ops import attention
-from h3opt.pass_api.base import GraphFacts, GraphPass, No, Yes
-from h3opt.pass_api.examples import Decline, Draw, Example, Mutant, norm_and_turn
+from h3opt.pass_api.base import GraphFacts, GraphPass, Mutant, No, Yes
+from h3opt.pass_api.examples import Decline, Draw, Example, norm_and_turn
 from h3opt.pass_api.guards import heads_attend, heads_line_up
 from h3opt.pass_api.patterns import norm_rope, unmasked_attention
 from h3opt.pass_api.promises import Perceptual

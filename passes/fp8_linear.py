@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from h3opt.device import Device
-from h3opt.pass_api.base import No, Yes
-from h3opt.pass_api.examples import Mutant
+from h3opt.pass_api.base import Mutant, No, Yes
 from h3opt.pass_api.fp8 import FP8BlocksPass, FP8Linear
 from h3opt.pass_api.promises import Perceptual
 from h3opt.pass_api.registry import register

@@ -11,8 +11,8 @@ from torch.nn.functional import silu
 
 from h3opt.graph.matcher import Rule
 from h3opt.kernels import ops
-from h3opt.pass_api.base import GraphFacts, GraphPass
-from h3opt.pass_api.examples import Decline, Draw, Example, Mutant
+from h3opt.pass_api.base import GraphFacts, GraphPass, Mutant
+from h3opt.pass_api.examples import Decline, Draw, Example
 from h3opt.pass_api.guards import halves_of_channels
 from h3opt.pass_api.patterns import swiglu
 from h3opt.pass_api.promises import Exact

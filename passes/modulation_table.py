@@ -12,8 +12,7 @@ from torch.func import functional_call
 
 from h3opt.device import Device, to_host
 from h3opt.errors import PipelineError
-from h3opt.pass_api.base import No, SchedulePass, Yes
-from h3opt.pass_api.examples import Mutant
+from h3opt.pass_api.base import Mutant, No, SchedulePass, Yes
 from h3opt.pass_api.promises import Exact
 from h3opt.pass_api.registry import register
 from h3opt.pipeline.hooks import around

@@ -12,8 +12,8 @@ from h3opt.device import Device
 from h3opt.graph.matcher import Rule
 from h3opt.kernels import ops
 from h3opt.kernels.ops import attention
-from h3opt.pass_api.base import GraphFacts, GraphPass, No, Yes
-from h3opt.pass_api.examples import Decline, Draw, Example, Mutant
+from h3opt.pass_api.base import GraphFacts, GraphPass, Mutant, No, Yes
+from h3opt.pass_api.examples import Decline, Draw, Example
 from h3opt.pass_api.promises import Perceptual
 from h3opt.pass_api.registry import register
 from h3opt.pass_api.testing import rewired

@@ -12,8 +12,8 @@ from torch.nn.functional import rms_norm
 from h3opt.device import Device
 from h3opt.graph.matcher import Match, Rule
 from h3opt.kernels import ops
-from h3opt.pass_api.base import GraphFacts, GraphPass, No, Yes
-from h3opt.pass_api.examples import Decline, Draw, Example, Mutant
+from h3opt.pass_api.base import GraphFacts, GraphPass, Mutant, No, Yes
+from h3opt.pass_api.examples import Decline, Draw, Example
 from h3opt.pass_api.guards import halves_of_channels, norm_is_wide, tables_line_up
 from h3opt.pass_api.patterns import modulated_norm, narrowed_norm, swiglu, widened_norm
 from h3opt.pass_api.promises import Exact

@@ -10,8 +10,8 @@ from torch.nn.functional import rms_norm
 
 from h3opt.graph.matcher import Match, Rule
 from h3opt.kernels import ops
-from h3opt.pass_api.base import GraphFacts, GraphPass
-from h3opt.pass_api.examples import Decline, Draw, Example, Mutant
+from h3opt.pass_api.base import GraphFacts, GraphPass, Mutant
+from h3opt.pass_api.examples import Decline, Draw, Example
 from h3opt.pass_api.guards import tables_line_up
 from h3opt.pass_api.patterns import gated_residual, modulated_norm
 from h3opt.pass_api.promises import Exact

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from h3opt.device import Device
-from h3opt.pass_api.base import No, SchedulePass, Yes
-from h3opt.pass_api.examples import Mutant
+from h3opt.pass_api.base import Mutant, No, SchedulePass, Yes
 from h3opt.pass_api.promises import Rounding
 from h3opt.pass_api.registry import register
 from h3opt.pass_api.testing import LastFirst

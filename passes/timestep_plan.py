@@ -11,8 +11,7 @@ import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 from h3opt.device import Device
-from h3opt.pass_api.base import No, SchedulePass, Yes
-from h3opt.pass_api.examples import Mutant
+from h3opt.pass_api.base import Mutant, No, SchedulePass, Yes
 from h3opt.pass_api.promises import Exact
 from h3opt.pass_api.registry import register
 

@@ -23,7 +23,8 @@ from h3opt.evidence import Evidence, flatten, write_evidence
 from h3opt.media import write_mp4
 from h3opt.pass_api.promises import Exact, Perceptual
 from h3opt.pass_api.registry import find_pass, list_passes
-from h3opt.profiles import list_profiles, load_profile, parse_profile
+from h3opt.profiles.parse import parse_profile
+from h3opt.profiles.selection import list_profiles, load_profile
 from h3opt.reference import save_tiny, tiny_pipeline
 from h3opt.report import PassReport
 from h3opt.tables import passes_markdown

@@ -36,7 +36,7 @@ from h3opt.pass_api.promises import Exact
 from h3opt.pass_api.registry import make_pass
 from h3opt.pass_api.testing import rewired
 from h3opt.pipeline.generation import GenerationSettings, Media, generate
-from h3opt.profiles import load_profile
+from h3opt.profiles.selection import load_profile
 
 aten = torch.ops.aten
 CLIP = GenerationSettings(num_inference_steps=3)

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from h3opt.device import Device
 from h3opt.graph.matcher import Rule
-from h3opt.pass_api.examples import Decline, Example, Mutant
+from h3opt.pass_api.examples import Decline, Draw, Example
 from h3opt.pass_api.promises import Promise
 
 if TYPE_CHECKING:
     import torch
 
-    from h3opt.pass_api.examples import Draw
     from h3opt.pipeline.view import PipelineView
 
 
@@ -81,6 +80,14 @@ class GraphFacts:
         if not self.holds:
             return None
         return sum(count * self.holds.get(kind.replace("_", ".", 1), 0) for kind, count in sites.items())
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong version of a pass. The generic tests fail if they cannot tell it from the right one."""
+
+    why: str
+    instance: Pass
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm
 
-from h3opt.pass_api.base import Pass
-
 
 @dataclass(frozen=True)
 class Example:
@@ -26,14 +24,6 @@ class Decline:
 
     why: str
     build: Callable[[Draw], Example]
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A wrong version of a pass. The generic tests fail if they cannot tell it from the right one."""
-
-    why: str
-    instance: Pass
 
 
 SPECIAL_VALUES = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0)

@@ -18,14 +18,9 @@ from hypothesis import strategies as st
 
 from h3opt import profiles
 from h3opt.errors import DeviceError, H3OptError, ProfileError
-from h3opt.profiles import (
-    Profile,
-    detect_profile,
-    list_profiles,
-    load_profile,
-    match_profile,
-    parse_profile,
-)
+from h3opt.profiles.parse import parse_profile
+from h3opt.profiles.schema import Profile
+from h3opt.profiles.selection import detect_profile, list_profiles, load_profile, match_profile
 
 SHIPPED = [
     "a100", "b200", "b300", "cpu", "gb10", "h100", "h200", "r200", "rtx_4090", "rtx_5090", "rtx_pro_6000",
