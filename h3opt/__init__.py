@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from h3opt.errors import H3OptError
 
 if TYPE_CHECKING:
+    from h3opt.compiler.optimize import Optimized, optimize
     from h3opt.pass_api.registry import list_passes
     from h3opt.profiles.selection import load_profile
-    from h3opt.session import Optimized, optimize
     from h3opt.verification import Verdict, verify
 
 __version__ = "0.1.0"
@@ -26,10 +26,10 @@ __all__ = [
 ]
 
 _HOME = {
-    "optimize": "h3opt.session",
-    "Optimized": "h3opt.session",
-    "load_profile": "h3opt.profiles",
-    "list_passes": "h3opt.registry",
+    "optimize": "h3opt.compiler.optimize",
+    "Optimized": "h3opt.compiler.optimize",
+    "load_profile": "h3opt.profiles.selection",
+    "list_passes": "h3opt.pass_api.registry",
     "verify": "h3opt.verification",
     "Verdict": "h3opt.verification",
 }

@@ -24,6 +24,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from h3opt.compiler.optimize import prepare
+from h3opt.compiler.session import Session
 from h3opt.device import Device
 from h3opt.environment import versions
 from h3opt.errors import DeviceError, PipelineError, nearest
@@ -32,7 +34,6 @@ from h3opt.metrics.bits import bits_equal, relative_error
 from h3opt.pass_api.base import Pass, Yes
 from h3opt.pass_api.ordering import strictest_first
 from h3opt.pipeline.hooks import around
-from h3opt.session import Session, prepare
 
 Progress = Callable[[str, int, int], None]
 

@@ -18,20 +18,20 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from h3opt.capture import CapturedGraph
+from h3opt.compiler.capture import CapturedGraph
+from h3opt.compiler.lowering import Lowering
+from h3opt.compiler.session import Session
 from h3opt.errors import PipelineError
 from h3opt.evidence import Evidence, flatten, tensors_in, write_evidence
 from h3opt.faults import Finding, find_head_faults
 from h3opt.graph.matcher import Match
 from h3opt.graph.rewriter import apply_rules
-from h3opt.lowering import Lowering
 from h3opt.metrics.bits import bits_equal
 from h3opt.pass_api.base import GraphFacts, GraphPass, Pass, Yes
 from h3opt.pass_api.ordering import in_order
 from h3opt.pipeline.generation import GenerationSettings, generate
 from h3opt.pipeline.hooks import around
 from h3opt.pipeline.view import PipelineView
-from h3opt.session import Session
 
 Call = tuple[str, int]
 """(path of a module, which call of it)."""
@@ -258,7 +258,7 @@ def _graph_site(
 ) -> str | None:
     """The first site of ``moved`` that changes what the graph returns; its own tensors go into ``evidence``."""
     captured, args = ran
-    region = captured.region
+    region = captured.owner.region
     graph_passes = [one for one in in_order([*others, moved]) if isinstance(one, GraphPass)]
     graph_passes = [one for one in graph_passes if session.applies(one)]
     facts = GraphFacts(region.name, region.holds or {region.name: 1}, passes=tuple(graph_passes))

@@ -123,11 +123,11 @@ def run(
     json: Json = None,
 ) -> None:
     """Generate a clip with a pipeline on disk."""
+    from h3opt.compiler.optimize import optimize
     from h3opt.demo import write_json
     from h3opt.media import write_mp4
     from h3opt.pipeline.generation import generate
     from h3opt.pipeline.loading import load_pipeline
-    from h3opt.session import optimize
     from h3opt.tables import report_table
 
     settings = _settings(prompt, height, width, frames, steps, seed)
@@ -388,8 +388,8 @@ def explain(
 
     Of a pass that cuts work into pieces, also the plan for a video of the given size by the released model.
     """
-    from h3opt.explain import describe, explain_plan, explain_sites, has_plan, sites_text
-    from h3opt.explain import explain as explain_pass
+    from h3opt.compiler.explain import describe, explain_plan, explain_sites, has_plan, sites_text
+    from h3opt.compiler.explain import explain as explain_pass
 
     data = {**describe(name), "sites": None, "picture": None}
     latents = _latents(height, width, frames)

@@ -17,6 +17,8 @@ import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 from h3opt.bench import Arm, ArmTables, Enter, Progress, Visits, copy_rate, distance, gemm_rate, sharing_weights
+from h3opt.compiler.optimize import prepare
+from h3opt.compiler.session import Session
 from h3opt.device import Device
 from h3opt.errors import PipelineError, nearest
 from h3opt.metrics.audio import audio_snr_db
@@ -25,7 +27,6 @@ from h3opt.pass_api.base import FormatPass, GraphFacts, GraphPass, No, Pass, Sch
 from h3opt.pass_api.ordering import strictest_first
 from h3opt.pipeline.tiling.plan import plan_decode
 from h3opt.pipeline.view import PipelineView
-from h3opt.session import Session, prepare
 
 PEERS = ("compile",)
 """What passes are compared with besides eager."""

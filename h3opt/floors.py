@@ -30,11 +30,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from h3opt import _torch_private as private
-from h3opt.capture import Region
 from h3opt.difference import Difference
 from h3opt.errors import PassOptionError, nearest
 from h3opt.pipeline.generation import GenerationSettings, Media
 from h3opt.pipeline.hooks import around
+from h3opt.pipeline.region import Region
 from h3opt.pipeline.view import PipelineView
 
 AUTOTUNING = {

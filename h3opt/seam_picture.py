@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from h3opt.compiler.optimize import displaced, optimize
 from h3opt.errors import PipelineError
 from h3opt.media import whole_file
 from h3opt.metrics.seams import seam_visibility
 from h3opt.pass_api.base import Pass
 from h3opt.pipeline.tiling.plan import TilePlan, plan_decode
 from h3opt.pipeline.view import PipelineView
-from h3opt.session import displaced, optimize
 
 Lines = tuple[list[int], list[int]]
 

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from h3opt.compiler.report import Report
 from h3opt.difference import CONFIDENCE
 from h3opt.environment import versions
 from h3opt.faults import FAULTS, Finding
@@ -16,7 +17,6 @@ from h3opt.pass_api.promises import Exact
 from h3opt.pass_api.registry import list_passes
 from h3opt.profiles.schema import Profile
 from h3opt.profiles.selection import list_profiles
-from h3opt.report import Report
 from h3opt.verdict import Verdict
 
 MARKERS = ("<!-- passes:start -->", "<!-- passes:end -->")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from h3opt.compiler.report import Report
 from h3opt.difference import Difference, Spread, spreads
 from h3opt.environment import versions
 from h3opt.faults import Finding
@@ -14,7 +15,6 @@ from h3opt.floors import Floor, floor_hint, multiple_words, multiples
 from h3opt.latents import LatentTrace
 from h3opt.pass_api.promises import Promise
 from h3opt.pipeline.generation import GenerationSettings, Media
-from h3opt.report import Report
 
 if TYPE_CHECKING:
     from h3opt.bisection import Culprit

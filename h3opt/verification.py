@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from h3opt.bisection import bisect_pass
+from h3opt.compiler.optimize import displaced, prepare
+from h3opt.compiler.session import Session
 from h3opt.difference import Difference
 from h3opt.environment import environment
 from h3opt.errors import H3OptError, PipelineError
@@ -39,7 +41,6 @@ from h3opt.pass_api.ordering import strictest_first
 from h3opt.pass_api.promises import Exact, Perceptual, Promise, Rounding
 from h3opt.pipeline.generation import GenerationSettings, Media, generate
 from h3opt.profiles.schema import Profile
-from h3opt.session import Session, displaced, prepare
 from h3opt.verdict import PassVerdict, Verdict
 
 Progress = Callable[[str, int, int], None]

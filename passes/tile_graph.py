@@ -13,9 +13,9 @@ from h3opt.device import Device
 from h3opt.pass_api.base import Mutant, No, SchedulePass, Yes
 from h3opt.pass_api.promises import Exact
 from h3opt.pass_api.registry import register
+from h3opt.pipeline.tiling.cuda_graphs import Model, Replayed
 from h3opt.pipeline.tiling.scheduler import schedule_tiles
 from h3opt.pipeline.tiling.strategies import Choices
-from h3opt.recording import Model, Replayed
 
 if TYPE_CHECKING:
     from h3opt.pipeline.view import PipelineView

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save
 
 import h3opt
 from h3opt.bisection import Culprit, bisect_pass
+from h3opt.compiler.optimize import prepare
 from h3opt.errors import CheckpointError, DeviceError, PipelineError
 from h3opt.evidence import Evidence, check_folder, flatten, read_evidence, replay, write_evidence
 from h3opt.kernels import ops
@@ -24,7 +25,6 @@ from h3opt.pass_api.registry import make_pass
 from h3opt.pass_api.testing import rewired
 from h3opt.pipeline.generation import GenerationSettings
 from h3opt.pipeline.view import PipelineView
-from h3opt.session import prepare
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.xdist_group("bisection")

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from h3opt import cli, demo, quality, verification
+from h3opt.compiler.report import PassReport
 from h3opt.errors import DeviceError
 from h3opt.evidence import Evidence, flatten, write_evidence
 from h3opt.media import write_mp4
@@ -26,7 +27,6 @@ from h3opt.pass_api.registry import find_pass, list_passes
 from h3opt.profiles.parse import parse_profile
 from h3opt.profiles.selection import list_profiles, load_profile
 from h3opt.reference import save_tiny, tiny_pipeline
-from h3opt.report import PassReport
 from h3opt.tables import passes_markdown
 
 PASSES = [one.name for one in list_passes()]
@@ -668,7 +668,7 @@ def test_explain_with_a_pipeline_shows_its_sites(h3opt: Run, saved: Path, monkey
         asked.append((next(pipe.transformer.transformer_blocks.parameters()).dtype, name))
         return PassReport(name, "graph", Exact(), "on", matched=1, sites=["here"], near_misses=["there: [why]"])
 
-    monkeypatch.setattr("h3opt.explain.explain_sites", sites)
+    monkeypatch.setattr("h3opt.compiler.explain.explain_sites", sites)
     for which in (("--model", saved), ("--tiny",)):
         out = h3opt("explain", "norm_modulate", *which, "--dtype", "float32").out
         assert "sites: 1/?\n  matched here\n  nearly  there: [why]\n" in out

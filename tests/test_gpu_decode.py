@@ -19,10 +19,10 @@ from h3opt.metrics.bits import bits_equal, relative_error
 from h3opt.metrics.lpips import lpips_per_frame
 from h3opt.pass_api.registry import make_pass
 from h3opt.pipeline.hooks import around
+from h3opt.pipeline.tiling.cuda_graphs import CudaRecording
 from h3opt.pipeline.tiling.plan import plan_decode
 from h3opt.pipeline.tiling.strategies import Blends, Choices
 from h3opt.pipeline.view import PipelineView
-from h3opt.recording import CudaRecording
 from h3opt.reference import CANVASES, full_vae, tiny_call, tiny_pipeline
 
 pytestmark = [

@@ -20,6 +20,7 @@ import torch
 from chromium import BROWSER, NO_BROWSER, Page, chromium
 from PIL import Image
 
+from h3opt.compiler.report import Report
 from h3opt.difference import Difference
 from h3opt.environment import environment
 from h3opt.errors import MissingDependencyError, PipelineError
@@ -30,7 +31,6 @@ from h3opt.latents import LatentTrace
 from h3opt.page import check_page, write_blind, write_report
 from h3opt.pass_api.promises import Exact, Perceptual
 from h3opt.pipeline.generation import GenerationSettings, Media
-from h3opt.report import Report
 from h3opt.verdict import PassVerdict, Verdict
 
 MOVED = Difference(5, 7, 0.0123, 40.0, 61.1, 0.03, 0.98, 0.002, 61.0, 0.3, 0.0)

@@ -15,9 +15,9 @@ from diffusers import (
 )
 from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
 
-from h3opt.capture import Region
 from h3opt.device import Device
 from h3opt.errors import PipelineError
+from h3opt.pipeline.region import Region
 
 StepWrapper = Callable[..., Any]
 """See :meth:`PipelineView.around_step`."""

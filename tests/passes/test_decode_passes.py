@@ -23,11 +23,11 @@ from h3opt.passes.async_assembly import SideStream
 from h3opt.passes.tile_geometry import parse_tile
 from h3opt.pipeline.generation import GenerationSettings, generate
 from h3opt.pipeline.hooks import around
+from h3opt.pipeline.tiling.cuda_graphs import CudaRecording, Recording, Replayed, Turns
 from h3opt.pipeline.tiling.plan import plan_decode
 from h3opt.pipeline.tiling.scheduler import schedule_tiles
 from h3opt.pipeline.tiling.strategies import Choices
 from h3opt.pipeline.view import PipelineView
-from h3opt.recording import CudaRecording, Recording, Replayed, Turns
 from h3opt.reference.random_weights import cast_as_loaded, fill_random
 from h3opt.reference.tiny import VAE_CONFIG
 

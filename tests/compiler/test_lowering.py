@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from h3opt import lowering as lowering_module
+from h3opt.compiler import lowering as lowering_module
+from h3opt.compiler.lowering import Lowering
+from h3opt.compiler.probe import probe, signature
 from h3opt.errors import PassFailedError, ShortfallError, ShortfallWarning
 from h3opt.graph.matcher import Match, Rule
 from h3opt.graph.nodes import copy_graph
 from h3opt.graph.rewriter import apply_rules
 from h3opt.graph.tracing import trace
 from h3opt.kernels import ops
-from h3opt.lowering import Lowering
 from h3opt.metrics.bits import bits_equal
 from h3opt.pass_api.base import GraphFacts, GraphPass
 from h3opt.pass_api.examples import Draw
@@ -25,7 +26,6 @@ from h3opt.pass_api.ordering import in_order
 from h3opt.pass_api.promises import Exact, Perceptual, Rounding
 from h3opt.pass_api.registry import list_passes, make_pass
 from h3opt.pass_api.testing import rewired
-from h3opt.probe import probe, signature
 
 aten = torch.ops.aten
 BLOCK = GraphFacts("transformer.block", {"transformer.block": 1})

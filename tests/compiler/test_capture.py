@@ -285,7 +285,7 @@ def test_the_backend_is_found_by_name_through_its_entry_point(fresh_dynamo):
 def test_the_backend_runs_the_named_passes(fresh_dynamo, monkeypatch):
     model, x, index = Modulated(), torch.randn(2, 5, 16), torch.tensor([0, 2, 1, 1, 0])
     seen: list[Any] = []
-    from h3opt import session
+    from h3opt.compiler import session
 
     direct = session.EXECUTORS["direct"]
     monkeypatch.setitem(session.EXECUTORS, "direct", lambda graph, inputs: seen.append(graph) or direct(graph, inputs))

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from h3opt.capture import CapturedGraph, noting
 from h3opt.errors import DeviceError
+from h3opt.pipeline.graph_calls import record_graph_calls
 from h3opt.pipeline.hooks import observed
 from h3opt.pipeline.tiling.strategies import Calls
 
 Model = Callable[[torch.Tensor], torch.Tensor]
+
 
 _ATTENTION = (
     torch.backends.cuda.flash_sdp_enabled,
@@ -52,7 +53,7 @@ class CudaRecording(Recording):
         # Other threads may allocate meanwhile: it is none of this recording's business.
         recording = torch.cuda.graph(self.graph, pool, turns.stream, capture_error_mode="thread_local")
         try:  # the outer stream makes the tiles' device current, and what was current comes back after an error too
-            with noting() as self.calls, torch.cuda.stream(turns.stream), recording:
+            with record_graph_calls() as self.calls, torch.cuda.stream(turns.stream), recording:
                 self.made = model(self.given)
         except RuntimeError as error:
             generator.graphsafe_set_state(random)  # the one it had is left marked as being recorded: no draw would work
@@ -74,7 +75,6 @@ class CudaRecording(Recording):
 
     def count(self, runs: int) -> None:
         """Captured graphs know how often they ran; here they run without being called."""
-        captured: CapturedGraph
         for captured in self.calls:
             captured.calls += runs
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from h3opt.compiler.probe import probe, signature
 from h3opt.errors import H3OptError, PassFailedError, ShortfallError, ShortfallWarning
 from h3opt.graph.canonicalize import canonicalize
 from h3opt.graph.matcher import Match, NearMiss
@@ -20,7 +21,6 @@ from h3opt.graph.nodes import copy_graph, value
 from h3opt.graph.rewriter import apply_rules
 from h3opt.pass_api.base import GraphFacts, GraphPass
 from h3opt.pass_api.promises import Perceptual
-from h3opt.probe import probe, signature
 
 
 @dataclass
@@ -42,6 +42,21 @@ class GraphOutcome:
     sites: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     near_misses: list[NearMiss] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LoweredGraph:
+    """A captured graph under one plan: rewritten, counted and ready to run.
+
+    Attributes:
+        graph: the rewritten graph. It may be shared with other plans, so it must not be changed.
+        outcomes: by pass name, what each pass did.
+        run: the executable.
+    """
+
+    graph: GraphModule
+    outcomes: dict[str, GraphOutcome]
+    run: Callable[..., Any]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from h3opt import explain as explaining
+from h3opt.compiler import explain as explaining
+from h3opt.compiler.explain import describe, explain, explain_plan, explain_sites, has_plan, sites_text
+from h3opt.compiler.optimize import optimize
+from h3opt.compiler.report import PassReport
 from h3opt.errors import PipelineError, UnknownPassError
-from h3opt.explain import describe, explain, explain_plan, explain_sites, has_plan, sites_text
 from h3opt.graph.matcher import Rule
 from h3opt.pass_api.base import GraphPass, SchedulePass
 from h3opt.pass_api.promises import Exact
@@ -23,9 +25,7 @@ from h3opt.pass_api.registry import find_pass, list_passes, make_pass
 from h3opt.pipeline.generation import GenerationSettings
 from h3opt.pipeline.view import PipelineView
 from h3opt.reference import full_vae
-from h3opt.report import PassReport
 from h3opt.seam_picture import seam_picture
-from h3opt.session import optimize
 
 PASSES = list_passes()
 SHORT = GenerationSettings(num_inference_steps=2)

@@ -1,0 +1,1 @@
+"""Capture, lowering and execution: from a pipeline and passes to rewritten graphs."""

@@ -1,0 +1,39 @@
+"""Which captured graphs run while a CUDA graph is recorded.
+
+A replayed CUDA graph runs the kernels of captured graphs without calling them, so whoever replays it adds to their
+counts. This module stands below both sides: graphs note their calls here, recordings collect them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+
+class CountsCalls(Protocol):
+    """A graph that knows how often it ran."""
+
+    calls: int
+
+
+_recorded: ContextVar[list[CountsCalls] | None] = ContextVar("recorded", default=None)
+
+
+@contextmanager
+def record_graph_calls() -> Iterator[list[CountsCalls]]:
+    """Collect the graphs that run in the body, one entry per call."""
+    calls: list[CountsCalls] = []
+    token = _recorded.set(calls)
+    try:
+        yield calls
+    finally:
+        _recorded.reset(token)
+
+
+def note_graph_call(graph: CountsCalls) -> None:
+    """Tell a surrounding :func:`record_graph_calls` that ``graph`` runs."""
+    calls = _recorded.get()
+    if calls is not None:
+        calls.append(graph)
