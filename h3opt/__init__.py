@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from h3opt.compiler.optimize import Optimized, optimize
     from h3opt.pass_api.registry import list_passes
     from h3opt.profiles.selection import load_profile
-    from h3opt.verification import Verdict, verify
+    from h3opt.verification.verify.verify import Verdict, verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,8 +30,8 @@ _HOME = {
     "Optimized": "h3opt.compiler.optimize",
     "load_profile": "h3opt.profiles.selection",
     "list_passes": "h3opt.pass_api.registry",
-    "verify": "h3opt.verification",
-    "Verdict": "h3opt.verification",
+    "verify": "h3opt.verification.verify",
+    "Verdict": "h3opt.verification.verify",
 }
 
 

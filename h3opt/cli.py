@@ -23,11 +23,11 @@ from rich.console import Console
 from h3opt.errors import H3OptError, PipelineError
 
 if TYPE_CHECKING:
-    from h3opt.bench import ArmTables
+    from h3opt.bench.harness import ArmTables
     from h3opt.pass_api.base import Pass
     from h3opt.pipeline.generation import GenerationSettings
     from h3opt.pipeline.view import PipelineView
-    from h3opt.verification import Progress, Verdict
+    from h3opt.verification.verify.verify import Progress, Verdict
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Faster MiniMax-H3, with proof."
@@ -125,10 +125,10 @@ def run(
     """Generate a clip with a pipeline on disk."""
     from h3opt.compiler.optimize import optimize
     from h3opt.demo import write_json
-    from h3opt.media import write_mp4
     from h3opt.pipeline.generation import generate
     from h3opt.pipeline.loading import load_pipeline
-    from h3opt.tables import report_table
+    from h3opt.render.media import write_mp4
+    from h3opt.render.tables import report_table
 
     settings = _settings(prompt, height, width, frames, steps, seed)
     names = [] if no_passes else _names(passes)
@@ -176,12 +176,12 @@ def verify(
     json: Json = None,
 ) -> None:
     """Add passes one by one and hold each to its promise; exit code 1 if one broke."""
-    from h3opt.calibration import calibrations
     from h3opt.demo import write_json
-    from h3opt.evidence import check_folder
-    from h3opt.floors import choose_floors
-    from h3opt.page import check_page, write_blind, write_report
-    from h3opt.verification import verify as verify_pipeline
+    from h3opt.render.page import check_page, write_blind, write_report
+    from h3opt.verification.calibration import calibrations
+    from h3opt.verification.evidence import check_folder
+    from h3opt.verification.noise_floors import choose_floors
+    from h3opt.verification.verify.verify import verify as verify_pipeline
 
     settings = _settings(None, height, width, frames, steps, seed)
     texts = [*(prompt or []), *(_read_prompts(prompts) if prompts is not None else [])]
@@ -243,7 +243,7 @@ def replay(
     json: Json = None,
 ) -> None:
     """Run again what moved first when a promise broke; exit code 1 if it still moves."""
-    from h3opt.evidence import replay as replay_evidence
+    from h3opt.verification.replay import replay as replay_evidence
 
     _check_places(json)
     if dtype is not None:
@@ -291,11 +291,11 @@ def bench(
 
     Files are written after every visit to an arm, so that a run that is cut short leaves what it found.
     """
-    from h3opt.charts import write_bench_chart
     from h3opt.demo import write_json, write_text
     from h3opt.errors import DeviceError
     from h3opt.profiles.selection import detect_profile, load_profile
     from h3opt.reference import parse_canvas
+    from h3opt.render.charts import write_bench_chart
 
     if suite not in ("transformer", "decode"):
         raise PipelineError(f"There is no suite {suite!r}. Use transformer or decode.")
@@ -346,14 +346,14 @@ def bench(
         }
         result: ArmTables
         if suite == "decode":
-            from h3opt.decode_bench import bench_decode
+            from h3opt.bench.decode import bench_decode
             from h3opt.reference import decode_inputs
 
             options["clips"] = _clips(clips, canvas)  # before the weights: it may be refused
             inputs = decode_inputs(canvas, device=device)
             result = bench_decode(_decoders(layers, small, device), inputs, names, **options)
         else:
-            from h3opt.bench import bench_transformer
+            from h3opt.bench.transformer import bench_transformer
             from h3opt.reference import full_inputs, full_transformer
 
             transformer = full_transformer(layers=layers or 4, device=device)
@@ -411,7 +411,7 @@ def explain(
             _say("\n" + sites_text(entry))
     if picture is not None:
         from h3opt.pass_api.registry import make_pass
-        from h3opt.seam_picture import seam_picture
+        from h3opt.render.seam_picture import seam_picture
 
         pipe = _pipeline(model, dtype, device)
         found = seam_picture(pipe, make_pass(name), _to_decode(pipe, clips, f"{height}x{width}x{frames}", device))
@@ -428,7 +428,7 @@ def passes(
     json: Json = None,
 ) -> None:
     """List all passes."""
-    from h3opt.tables import passes_data, passes_markdown, passes_table
+    from h3opt.render.tables import passes_data, passes_markdown, passes_table
 
     if markdown and not _is_stdout(json):
         print(passes_markdown())
@@ -441,7 +441,7 @@ def passes(
 def profiles(name: Annotated[str | None, typer.Argument()] = None, json: Json = None) -> None:
     """List the shipped profiles, or the rows of one with their evidence."""
     from h3opt.profiles.selection import list_profiles, load_profile
-    from h3opt.tables import profile_table, profiles_table
+    from h3opt.render.tables import profile_table, profiles_table
 
     if name is None:
         if not _is_stdout(json):
@@ -455,7 +455,7 @@ def profiles(name: Annotated[str | None, typer.Argument()] = None, json: Json = 
 
 
 def _show_verdict(verdict: Verdict, json: Path | None, data: dict[str, Any]) -> None:
-    from h3opt.tables import verdict_lines, verdict_table
+    from h3opt.render.tables import verdict_lines, verdict_table
 
     if _is_stdout(json):
         _print_json(data)

@@ -11,10 +11,10 @@ import torch
 
 from h3opt.errors import PipelineError
 from h3opt.files import partial_of
-from h3opt.media import write_frame_strip, write_mp4
 from h3opt.pipeline.generation import GenerationSettings, reference_pipeline
 from h3opt.profiles.selection import load_profile
-from h3opt.verification import Progress, Verdict, verify
+from h3opt.render.media import write_frame_strip, write_mp4
+from h3opt.verification.verify.verify import Progress, Verdict, verify
 
 
 def run_demo(

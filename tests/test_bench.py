@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from conftest import build
 
-from h3opt.bench import Arm, TransformerBench, bench_transformer
-from h3opt.charts import write_bench_chart
+from h3opt.bench.harness import Arm
+from h3opt.bench.transformer import TransformerBench, bench_transformer
 from h3opt.errors import DeviceError, PipelineError
+from h3opt.render.charts import write_bench_chart
 
 SPENT = {"attention": 20.0, "gemm": 19.0, "h3opt": 0.0, "other": 9.5}
 

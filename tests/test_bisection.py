@@ -16,15 +16,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 import h3opt
-from h3opt.bisection import Culprit, bisect_pass
 from h3opt.compiler.optimize import prepare
 from h3opt.errors import CheckpointError, DeviceError, PipelineError
-from h3opt.evidence import Evidence, check_folder, flatten, read_evidence, replay, write_evidence
 from h3opt.kernels import ops
 from h3opt.pass_api.registry import make_pass
 from h3opt.pass_api.testing import rewired
 from h3opt.pipeline.generation import GenerationSettings
 from h3opt.pipeline.view import PipelineView
+from h3opt.verification.bisection import Culprit, bisect_pass
+from h3opt.verification.evidence import Evidence, check_folder, flatten, read_evidence, write_evidence
+from h3opt.verification.replay import replay
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.xdist_group("bisection")
@@ -268,7 +269,7 @@ def test_inputs_go_to_the_device_of_the_replay(tmp_path, monkeypatch):
         return ""
 
     write_evidence(tmp_path / "e", evidence())
-    monkeypatch.setattr("h3opt.evidence.compared", compared)
+    monkeypatch.setattr("h3opt.verification.evidence.compared", compared)
     replay(tmp_path / "e", no_pipe, "meta")
     assert {"meta"} in seen and {"cpu"} in seen, "what was saved stays where it is"
 

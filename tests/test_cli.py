@@ -17,17 +17,18 @@ from typing import Any
 import pytest
 import torch
 
-from h3opt import cli, demo, quality, verification
+from h3opt import cli, demo, quality
 from h3opt.compiler.report import PassReport
 from h3opt.errors import DeviceError
-from h3opt.evidence import Evidence, flatten, write_evidence
-from h3opt.media import write_mp4
 from h3opt.pass_api.promises import Exact, Perceptual
 from h3opt.pass_api.registry import find_pass, list_passes
 from h3opt.profiles.parse import parse_profile
 from h3opt.profiles.selection import list_profiles, load_profile
 from h3opt.reference import save_tiny, tiny_pipeline
-from h3opt.tables import passes_markdown
+from h3opt.render.media import write_mp4
+from h3opt.render.tables import passes_markdown
+from h3opt.verification import verify as verification
+from h3opt.verification.evidence import Evidence, flatten, write_evidence
 
 PASSES = [one.name for one in list_passes()]
 SMALL = ("--height", "64", "--width", "96", "--steps", "2")

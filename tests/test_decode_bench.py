@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import build
 
-from h3opt.decode_bench import DecodeArm, DecodeBench, bench_decode
+from h3opt.bench.decode import DecodeArm, DecodeBench, bench_decode
 from h3opt.errors import PipelineError
 from h3opt.reference import decode_inputs, decode_pipeline, full_audio_vae
 from h3opt.reference.tiny import AUDIO_VAE_CONFIG
@@ -96,7 +96,7 @@ def test_an_arm_that_fails_says_why_and_the_others_go_on(
     def compile(self: Any, undo: Any) -> Any:
         raise RuntimeError("no compiler\nhere")
 
-    monkeypatch.setattr("h3opt.decode_bench._Decodes.compile", compile)
+    monkeypatch.setattr("h3opt.bench.decode._Decodes.compile", compile)
     found = bench_decode(quick_sound, inputs, [], rounds=2, peers=["compile"])
     arms = {arm.name: arm for arm in found.arms}
     assert arms["video: compile"].failure == "RuntimeError: no compiler" and not arms["video: compile"].rounds

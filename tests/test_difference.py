@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from h3opt.difference import Difference, Spread, spreads
 from h3opt.errors import PipelineError
 from h3opt.pipeline.generation import Media
+from h3opt.verification.difference import Difference, Spread, spreads
 
 
 def media(seed: int = 0, noise: float = 0.0) -> Media:

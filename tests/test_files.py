@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from h3opt.demo import write_json
-from h3opt.evidence import Evidence, read_evidence, write_evidence
 from h3opt.files import partial_of, whole_file
-from h3opt.media import write_frame_strip, write_mp4
+from h3opt.render.media import write_frame_strip, write_mp4
+from h3opt.verification.evidence import Evidence, read_evidence, write_evidence
 
 VIDEO, AUDIO = torch.rand(1, 4, 3, 32, 32), torch.zeros(1, 2, 4000)
 

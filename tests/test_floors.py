@@ -17,10 +17,13 @@ from torch._inductor import config
 from torch.nn.attention import SDPBackend
 
 import h3opt
-from h3opt import floors
-from h3opt.difference import Difference
 from h3opt.errors import PassOptionError
-from h3opt.floors import (
+from h3opt.pipeline.generation import GenerationSettings, Media, generate
+from h3opt.pipeline.view import PipelineView
+from h3opt.render.tables import verdict_lines
+from h3opt.verification import noise_floors as floors
+from h3opt.verification.difference import Difference
+from h3opt.verification.noise_floors import (
     AUTOTUNING,
     FLOORS,
     Floor,
@@ -30,9 +33,6 @@ from h3opt.floors import (
     multiple_digits,
     multiple_words,
 )
-from h3opt.pipeline.generation import GenerationSettings, Media, generate
-from h3opt.pipeline.view import PipelineView
-from h3opt.tables import verdict_lines
 
 CLIP = GenerationSettings(num_inference_steps=2)
 pytestmark = pytest.mark.xdist_group("bfloat16 pipeline")

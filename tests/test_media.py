@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from h3opt.errors import MissingDependencyError, PipelineError
-from h3opt.media import write_frame_strip, write_mp4
+from h3opt.render.media import write_frame_strip, write_mp4
 
 RATE = 32_000
 

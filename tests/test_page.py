@@ -21,17 +21,17 @@ from chromium import BROWSER, NO_BROWSER, Page, chromium
 from PIL import Image
 
 from h3opt.compiler.report import Report
-from h3opt.difference import Difference
 from h3opt.environment import environment
 from h3opt.errors import MissingDependencyError, PipelineError
-from h3opt.faults import Finding
-from h3opt.figures import lpips_chart
-from h3opt.floors import Floor
-from h3opt.latents import LatentTrace
-from h3opt.page import check_page, write_blind, write_report
 from h3opt.pass_api.promises import Exact, Perceptual
 from h3opt.pipeline.generation import GenerationSettings, Media
-from h3opt.verdict import PassVerdict, Verdict
+from h3opt.render.figures import lpips_chart
+from h3opt.render.page import check_page, write_blind, write_report
+from h3opt.verification.difference import Difference
+from h3opt.verification.faults import Finding
+from h3opt.verification.latents import LatentTrace
+from h3opt.verification.noise_floors import Floor
+from h3opt.verification.verdict import PassVerdict, Verdict
 
 MOVED = Difference(5, 7, 0.0123, 40.0, 61.1, 0.03, 0.98, 0.002, 61.0, 0.3, 0.0)
 FLOOR = Difference(5, 7, 0.02, 45.0, 60.0, 0.04)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from h3opt import cli
-from h3opt.tables import MARKERS, passes_markdown
+from h3opt.render.tables import MARKERS, passes_markdown
 
 README = Path(__file__).parent.parent / "README.md"
 TEXT = README.read_text(encoding="utf-8")

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from h3opt.errors import CheckpointError
-from h3opt.media import write_mp4
 from h3opt.pipeline.generation import GenerationSettings, Media, generate, reference_pipeline
 from h3opt.reference import WeightsError, tiny_call, trained_pipeline
 from h3opt.reference.scenes import COLOURS, MOTIONS, Chance, Scene, all_scenes, draw_audio, draw_video
 from h3opt.reference.trained import WEIGHTS
+from h3opt.render.media import write_mp4
 
 SCENES = [
     Scene("red", "circle", "left", "grey", "a low hum"),

@@ -18,8 +18,8 @@ from h3opt.pass_api.promises import Exact, Perceptual, Rounding
 from h3opt.pass_api.registry import make_pass
 from h3opt.pass_api.testing import rewired
 from h3opt.pipeline.generation import GenerationSettings, generate
-from h3opt.tables import verdict_lines
-from h3opt.verification import Difference, Verdict, _furthest, _holds
+from h3opt.render.tables import verdict_lines
+from h3opt.verification.verify.verify import Difference, Verdict, _furthest, _holds
 
 aten = torch.ops.aten
 CLIP = GenerationSettings(num_inference_steps=3)

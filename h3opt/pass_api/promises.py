@@ -22,7 +22,7 @@ class Rounding:
             largest magnitude in its row, for data whose products stay in the dtype's normal range; ``None`` for a
             schedule pass that reorders the reductions inside a whole model. Graph passes must give a number.
 
-    On the whole pipeline the pass is held to the noise floor (see :mod:`h3opt.verification`), whatever the number.
+    On the whole pipeline the pass is held to the noise floor (see :mod:`h3opt.verification.verify`), whatever the number.
     """
 
     ulps: int | None = 1
@@ -41,7 +41,7 @@ class Perceptual:
             a pass that does not touch sound.
         site_error: of a graph pass: the largest ``‖with − without‖ / ‖without‖`` at one rewritten site on normal data.
         on_reference: the same on the small trained reference, which draws plainer pictures than a model for users do:
-            twice what was measured there; see :mod:`h3opt.calibration`.
+            twice what was measured there; see :mod:`h3opt.verification.calibration`.
     """
 
     lpips: float

@@ -25,7 +25,7 @@ from h3opt.pass_api.registry import find_pass, list_passes, make_pass
 from h3opt.pipeline.generation import GenerationSettings
 from h3opt.pipeline.view import PipelineView
 from h3opt.reference import full_vae
-from h3opt.seam_picture import seam_picture
+from h3opt.render.seam_picture import seam_picture
 
 PASSES = list_passes()
 SHORT = GenerationSettings(num_inference_steps=2)

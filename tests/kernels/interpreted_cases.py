@@ -18,7 +18,7 @@ import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from h3opt.kernels.examples import differing
+from h3opt.bench.kernel_inputs import differing
 from h3opt.kernels.ops import attention
 from h3opt.kernels.triton_kernels import attention as attention_triton
 from h3opt.kernels.triton_kernels import device, norm, quantize, resample, rope, swiglu, wide_norm

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from h3opt.bench.kernel_inputs import DTYPES, SPECIALS, differing, op_inputs, values
 from h3opt.device import Device
 from h3opt.errors import DeviceError
 from h3opt.kernels import DEFINITIONS, OPERATORS, kernel_names, ops
-from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs, values
 from h3opt.kernels.ops import attention
 from h3opt.metrics.bits import relative_error, row_ulps
 

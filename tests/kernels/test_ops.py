@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from h3opt.bench.kernel_inputs import DTYPES, SPECIALS, differing, op_inputs, values
 from h3opt.kernels import DEFINITIONS, OPERATORS, kernel_names, ops
-from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs, values
 
 from . import cuda_order
 

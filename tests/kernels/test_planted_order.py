@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import h3opt
+from h3opt.bench.kernel_inputs import differing, op_inputs
 from h3opt.kernels import DEFINITIONS, ops
-from h3opt.kernels.examples import differing, op_inputs
 from h3opt.metrics.bits import bits_equal, relative_error
 from h3opt.reference import full_inputs, full_transformer, tiny_call, tiny_pipeline
 

@@ -363,7 +363,7 @@ def test_a_missing_lpips_package_comes_with_the_command(video: torch.Tensor, mon
 
 def test_importing_quality_and_media_imports_no_optional_package() -> None:
     code = (
-        "import sys, h3opt.metrics.lpips, h3opt.media;"
+        "import sys, h3opt.metrics.lpips, h3opt.render.media;"
         "print(sorted({'lpips', 'torchvision', 'av', 'PIL', 'diffusers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -10,12 +10,12 @@ import torch
 from conftest import assert_same_media
 
 from h3opt.errors import PipelineError
-from h3opt.latents import adjacent_cell_cosine, excess_kurtosis, trace_latents
 from h3opt.metrics.audio import audio_shift, av_offset, log_spectral_distance_db, si_sdr_db, spectrogram_db, video_shift
 from h3opt.metrics.seams import seam_steps, tile_borders
 from h3opt.metrics.video import psnr_per_frame, ssim_per_frame, temporal_difference
 from h3opt.pipeline.generation import GenerationSettings, generate
 from h3opt.pipeline.view import PipelineView
+from h3opt.verification.latents import adjacent_cell_cosine, excess_kurtosis, trace_latents
 
 RATE = 16000
 

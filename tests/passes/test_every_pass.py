@@ -17,7 +17,6 @@ from torch.fx import GraphModule, Node
 
 from h3opt.compiler.optimize import prepare
 from h3opt.compiler.session import Session
-from h3opt.floors import Nudge
 from h3opt.graph.canonicalize import canonicalize
 from h3opt.graph.matcher import parameters, traced
 from h3opt.graph.nodes import value
@@ -31,7 +30,8 @@ from h3opt.pass_api.registry import list_passes, make_pass
 from h3opt.pass_api.testing import accepted, broken_promise, check_pass, fires_again, rewrite, semantic, survives
 from h3opt.pipeline.generation import GenerationSettings, Media, generate
 from h3opt.pipeline.hooks import around
-from h3opt.verification import Difference, _holds
+from h3opt.verification.noise_floors import Nudge
+from h3opt.verification.verify.verify import Difference, _holds
 
 aten = torch.ops.aten
 

@@ -3,7 +3,7 @@
 The pipeline runs without the pass and with it, and checksums of what every module outside the captured blocks, and
 every block, reads and returns are compared: the first call whose result differs is where to look. Inside it, a graph
 pass is applied at one site at a time to the graph that ran, on the tensors it ran with; for other passes the module is
-called by itself and its submodules are compared. What is found is saved (:mod:`h3opt.evidence`) and can be replayed.
+called by itself and its submodules are compared. What is found is saved (:mod:`h3opt.verification.evidence`) and can be replayed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from h3opt.compiler.capture import CapturedGraph
 from h3opt.compiler.lowering import Lowering
 from h3opt.compiler.session import Session
 from h3opt.errors import PipelineError
-from h3opt.evidence import Evidence, flatten, tensors_in, write_evidence
-from h3opt.faults import Finding, find_head_faults
 from h3opt.graph.matcher import Match
 from h3opt.graph.rewriter import apply_rules
 from h3opt.metrics.bits import bits_equal
@@ -32,6 +30,8 @@ from h3opt.pass_api.ordering import in_order
 from h3opt.pipeline.generation import GenerationSettings, generate
 from h3opt.pipeline.hooks import around
 from h3opt.pipeline.view import PipelineView
+from h3opt.verification.evidence import Evidence, flatten, tensors_in, write_evidence
+from h3opt.verification.faults import Finding, find_head_faults
 
 Call = tuple[str, int]
 """(path of a module, which call of it)."""
@@ -380,4 +380,6 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio: neighbouring places get unlike weights

@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from h3opt.compiler.report import Report
-from h3opt.difference import Difference, Spread, spreads
 from h3opt.environment import versions
-from h3opt.faults import Finding
-from h3opt.floors import Floor, floor_hint, multiple_words, multiples
-from h3opt.latents import LatentTrace
 from h3opt.pass_api.promises import Promise
 from h3opt.pipeline.generation import GenerationSettings, Media
+from h3opt.verification.difference import Difference, Spread, spreads
+from h3opt.verification.faults import Finding
+from h3opt.verification.latents import LatentTrace
+from h3opt.verification.noise_floors import Floor, floor_hint, multiple_words, multiples
 
 if TYPE_CHECKING:
-    from h3opt.bisection import Culprit
+    from h3opt.verification.bisection import Culprit
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Verdict:
         capture: captured but with no pass on, against the unmodified pipeline.
         exact_set: the Exact passes that need no other pass, together, against the unmodified pipeline.
         all_passes: everything on, against the unmodified pipeline.
-        floors: how far the unmodified pipeline moves by itself, see :mod:`h3opt.floors`.
+        floors: how far the unmodified pipeline moves by itself, see :mod:`h3opt.verification.noise_floors`.
         reference, optimized: the media of the clip that moved most, with everything on.
         reference_seconds, optimized_seconds: of one generation; the optimized one has its graphs already.
         report: the report of the pipeline with everything on.

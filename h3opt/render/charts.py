@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from h3opt.bench import ArmTables
+from h3opt.bench.harness import ArmTables
 from h3opt.errors import MissingDependencyError
 from h3opt.files import whole_file
 

@@ -18,13 +18,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from h3opt.difference import Difference
 from h3opt.errors import PipelineError
 from h3opt.pass_api.promises import Perceptual
-from h3opt.verdict import Verdict
+from h3opt.verification.difference import Difference
+from h3opt.verification.verdict import Verdict
 
 LPIPS_MARGIN = 2.0
 """A promise may be this many times the worst LPIPS that was measured."""
+
 
 SNR_MARGIN_DB = 6.0
 """And this many decibels below the worst audio signal-to-noise ratio: twice the noise."""

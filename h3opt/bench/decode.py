@@ -2,7 +2,7 @@
 
 Arms come in three groups, each compared with its own eager arm: the video decode (unmodified, its blocks compiled, then
 pass by pass), the audio decode, and the pipeline's two decode steps one after the other, for passes that change how
-these run together. Which group a pass belongs to is what it finds there to change. :mod:`h3opt.bench` visits and times.
+these run together. Which group a pass belongs to is what it finds there to change. :mod:`h3opt.bench.transformer` visits and times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
-from h3opt.bench import Arm, ArmTables, Enter, Progress, Visits, copy_rate, distance, gemm_rate, sharing_weights
+from h3opt.bench.harness import Arm, ArmTables, Enter, Progress, Visits, distance, sharing_weights
+from h3opt.bench.rates import copy_rate, gemm_rate
 from h3opt.compiler.optimize import prepare
 from h3opt.compiler.session import Session
 from h3opt.device import Device
@@ -30,6 +31,7 @@ from h3opt.pipeline.view import PipelineView
 
 PEERS = ("compile",)
 """What passes are compared with besides eager."""
+
 
 VIDEO, AUDIO, BOTH = "video", "audio", "video + audio"
 

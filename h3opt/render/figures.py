@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from h3opt.errors import MissingDependencyError
-from h3opt.floors import Floor
-from h3opt.latents import LatentTrace
 from h3opt.metrics.audio import spectrogram_db
 from h3opt.metrics.video import frames_of
+from h3opt.verification.latents import LatentTrace
+from h3opt.verification.noise_floors import Floor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
 _LEAST_DB = -100.0
+
+
 _LINES: tuple[dict[str, Any], ...] = (
     {"color": "#0b3c5d"},
     {"color": "#b3541e", "linestyle": "--"},

@@ -1,6 +1,6 @@
 """Every kernel at H3's real geometry: bits against eager, then time against eager, torch.compile and the bytes' floor.
 
-    python -m h3opt.kernels.bench [--tokens N] [--only NAME ...] [--no-compile] [--tune] [--json PATH]
+    python -m h3opt.bench.kernels [--tokens N] [--only NAME ...] [--no-compile] [--tune] [--json PATH]
 
 `--tune` also times each kernel's launch choices (and checks their bits): the constants at the top of norm.py,
 quantize.py, swiglu.py and rope.py come from it. A kernel that fails is reported and the rest go on.
@@ -20,12 +20,16 @@ from typing import Any
 
 import torch
 
+from h3opt.bench.kernel_inputs import DTYPES, SPECIALS, differing, op_inputs
 from h3opt.kernels import DEFINITIONS, OPERATORS, kernel_names, ops
-from h3opt.kernels.examples import DTYPES, SPECIALS, differing, op_inputs
 
 # MiniMax-H3: hidden size, heads, head_dim, feed-forward size, rows of a modulation table (3 timesteps x 3 modalities).
 HIDDEN, HEADS, HEAD_DIM, FEED_FORWARD, TABLE_ROWS = 5376, 56, 128, 14336, 9
+
+
 EXACT = [name for name in kernel_names if name not in ops.CLOSE]
+
+
 DECODER_OPS = (
     "scaled_residual",
     "scaled_residual_norm",
@@ -33,6 +37,8 @@ DECODER_OPS = (
     "wide_norm",
     "wide_norm_quantize",
 )
+
+
 COLUMNS = {
     "quantize_rows": HEADS * HEAD_DIM,
     "swiglu": FEED_FORWARD,
@@ -206,7 +212,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 @torch.inference_mode()
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m h3opt.kernels.bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m h3opt.bench.kernels", description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=19328, help="19328 is 544x960, 124 frames")
     parser.add_argument("--only", nargs="+", choices=EXACT, default=EXACT, metavar="NAME")
     parser.add_argument("--no-compile", action="store_true", help="leave out the torch.compile arm")
@@ -214,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="PATH", help="write the figures here")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("h3opt.kernels.bench needs a CUDA device; torch sees none.", file=sys.stderr)
+        print("h3opt.bench.kernels needs a CUDA device; torch sees none.", file=sys.stderr)
         return 2
 
     import triton

@@ -8,10 +8,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from h3opt.difference import CONFIDENCE
 from h3opt.errors import MissingDependencyError, PipelineError
-from h3opt.faults import FAULTS
-from h3opt.figures import (
+from h3opt.files import try_file, whole_file
+from h3opt.metrics.bits import bits_equal
+from h3opt.metrics.lpips import lpips_per_frame
+from h3opt.metrics.video import frames_of
+from h3opt.pipeline.generation import Media
+from h3opt.render.figures import (
     check_figures,
     frame_png,
     heat_png,
@@ -21,14 +24,11 @@ from h3opt.figures import (
     spectrograms,
     waveforms,
 )
-from h3opt.files import try_file, whole_file
-from h3opt.floors import multiple_digits
-from h3opt.media import write_mp4
-from h3opt.metrics.bits import bits_equal
-from h3opt.metrics.lpips import lpips_per_frame
-from h3opt.metrics.video import frames_of
-from h3opt.pipeline.generation import Media
-from h3opt.verdict import Verdict
+from h3opt.render.media import write_mp4
+from h3opt.verification.difference import CONFIDENCE
+from h3opt.verification.faults import FAULTS
+from h3opt.verification.noise_floors import multiple_digits
+from h3opt.verification.verdict import Verdict
 
 _FRAMES, _FRAME_WIDTH = 9, 480  # shown side by side; a page of full-size frames would be hundreds of megabytes
 

@@ -9,15 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from h3opt.compiler.report import Report
-from h3opt.difference import CONFIDENCE
 from h3opt.environment import versions
-from h3opt.faults import FAULTS, Finding
-from h3opt.floors import multiple_digits, multiple_words
 from h3opt.pass_api.promises import Exact
 from h3opt.pass_api.registry import list_passes
 from h3opt.profiles.schema import Profile
 from h3opt.profiles.selection import list_profiles
-from h3opt.verdict import Verdict
+from h3opt.verification.difference import CONFIDENCE
+from h3opt.verification.faults import FAULTS, Finding
+from h3opt.verification.noise_floors import multiple_digits, multiple_words
+from h3opt.verification.verdict import Verdict
 
 MARKERS = ("<!-- passes:start -->", "<!-- passes:end -->")
 """Between these lines README.md holds :func:`passes_markdown`."""

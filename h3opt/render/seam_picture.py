@@ -11,11 +11,11 @@ import torch
 
 from h3opt.compiler.optimize import displaced, optimize
 from h3opt.errors import PipelineError
-from h3opt.media import whole_file
 from h3opt.metrics.seams import seam_visibility
 from h3opt.pass_api.base import Pass
 from h3opt.pipeline.tiling.plan import TilePlan, plan_decode
 from h3opt.pipeline.view import PipelineView
+from h3opt.render.media import whole_file
 
 Lines = tuple[list[int], list[int]]
 
@@ -58,7 +58,7 @@ class SeamPicture:
             MissingDependencyError: matplotlib is not installed.
             PipelineError: the file cannot be written.
         """
-        from h3opt.figures import check_figures, seam_chart
+        from h3opt.render.figures import check_figures, seam_chart
 
         check_figures()
         frame = len(self.unmodified) // 2

@@ -4,14 +4,14 @@ The unmodified pipeline runs first. Then passes are added one by one, Exact ones
 their order allows, and every generation is compared with the one before it: the difference belongs to the pass that was
 added. Exact asks for equal bits, Rounding for a change no larger than the noise floor, Perceptual for LPIPS and audio
 SNR. Once all Exact passes that need no other are on, video and audio are compared with the unmodified pipeline, bit for
-bit. Clips with everything on are searched for faults (:mod:`h3opt.faults`) that the unmodified ones do not have. When
+bit. Clips with everything on are searched for faults (:mod:`h3opt.verification.faults`) that the unmodified ones do not have. When
 asked, each pass is also left out of the whole set and compared with it, or is on alone and compared with the unmodified
 pipeline.
 
 The *noise floor* is how far the unmodified pipeline moves by itself when the noise it starts from, and what its video
 decoder reads, moves by one unit in the last place of their dtype. It is measured when a pass is on that may move bits,
 or when asked, and changes are given as multiples of it. Compiling, another attention library, a warm cache and the next
-seed move the pipeline too: :mod:`h3opt.floors` measures these when asked.
+seed move the pipeline too: :mod:`h3opt.verification.noise_floors` measures these when asked.
 """
 
 from __future__ import annotations
@@ -24,16 +24,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from h3opt.bisection import bisect_pass
 from h3opt.compiler.optimize import displaced, prepare
 from h3opt.compiler.session import Session
-from h3opt.difference import Difference
 from h3opt.environment import environment
 from h3opt.errors import H3OptError, PipelineError
-from h3opt.evidence import check_folder
-from h3opt.faults import Finding, find_faults
-from h3opt.floors import Floor, choose_floors, generations, measure_floors, multiples
-from h3opt.latents import LatentTrace, trace_latents
 from h3opt.metrics.lpips import check_lpips
 from h3opt.metrics.seams import tile_borders
 from h3opt.pass_api.base import Pass
@@ -41,7 +35,13 @@ from h3opt.pass_api.ordering import strictest_first
 from h3opt.pass_api.promises import Exact, Perceptual, Promise, Rounding
 from h3opt.pipeline.generation import GenerationSettings, Media, generate
 from h3opt.profiles.schema import Profile
-from h3opt.verdict import PassVerdict, Verdict
+from h3opt.verification.bisection import bisect_pass
+from h3opt.verification.difference import Difference
+from h3opt.verification.evidence import check_folder
+from h3opt.verification.faults import Finding, find_faults
+from h3opt.verification.latents import LatentTrace, trace_latents
+from h3opt.verification.noise_floors import Floor, choose_floors, generations, measure_floors, multiples
+from h3opt.verification.verdict import PassVerdict, Verdict
 
 Progress = Callable[[str, int, int], None]
 """Called as ``progress(what, done, total)`` before each generation, and once at the end."""
@@ -76,10 +76,10 @@ def verify(
         leave_out: also take each pass out of the whole set, and compare with the whole.
         alone: also put each pass on by itself, and compare with the unmodified pipeline. One that builds on others has
             nothing to do alone.
-        floors: what else the unmodified pipeline's own moves are measured by, of :data:`h3opt.floors.FLOORS`. Rounding
+        floors: what else the unmodified pipeline's own moves are measured by, of :data:`h3opt.verification.noise_floors.FLOORS`. Rounding
             is judged by ``ulp``, which is measured, named or not, if a pass may move bits.
         evidence: where to save what moved first when a promise breaks, in a folder named after the pass; ``None`` not
-            to look for it. See :mod:`h3opt.bisection`.
+            to look for it. See :mod:`h3opt.verification.bisection`.
         on_reference: the pipeline is :func:`h3opt.pipeline.generation.reference_pipeline`, for which Perceptual passes promise
             less change than for just any model.
         progress: told before each generation.

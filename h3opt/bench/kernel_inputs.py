@@ -10,6 +10,8 @@ from torch import Tensor
 from h3opt.kernels.ops.registry import OPERATORS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
 SPECIALS = ("none", "nan", "inf")
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from h3opt.errors import PipelineError
-from h3opt.latents import CellCosine, LatentTrace, adjacent_cell_cosine, excess_kurtosis
 from h3opt.metrics.audio import audio_snr_db, av_offset
 from h3opt.metrics.seams import Borders, seam_steps
 from h3opt.metrics.video import frames_of, luma
 from h3opt.pipeline.generation import Media
+from h3opt.verification.latents import CellCosine, LatentTrace, adjacent_cell_cosine, excess_kurtosis
 
 FAULTS = {
     "nan": "not-a-number or infinity in picture, sound or latents",
@@ -38,16 +38,37 @@ FAULTS = {
 }
 """Name of every fault → what it means."""
 
+
 _BLACK = 0.02  # mean and deviation of luma; 5 levels of 255
+
+
 _STILL, _MOVES = 0.02, 1e-4  # a frozen frame changes less than 2 % of what is usual, in a clip that moves at all
+
+
 _RAIL, _RAIL_SHARE, _RAIL_RUN = 0.999, 1e-3, 3  # full scale; a share of samples; that follow one another
+
+
 _SILENT = 1e-4  # root mean square; -80 dB of full scale
+
+
 _WHITE, _GRID = 0.3, 0.5  # cosines; 0.06 was seen for noise, 0.79 for a scene; 0.36 apart over fine checks
+
+
 _UNRELATED = 1.8  # times the cosine of unrelated cells
+
+
 _SWAP_DB = 10.0
+
+
 _SHIFT = 0.5  # frames
+
+
 _STEP = 3.0  # across a border, against the lines beside it
+
+
 _KURTOSIS, _KURTOSIS_ERRORS, _UNIFORM = 0.3, 6.0, (-1.5, -0.9)  # uniform noise has -1.2
+
+
 _HEAD = 1.4  # and its inverse; scales go wrong by factors of two
 
 
@@ -113,7 +134,7 @@ def find_faults(
     Args:
         media: the clip.
         reference: the same request from the unmodified pipeline; without it no fault is relative.
-        latents, reference_latents: what :func:`h3opt.latents.trace_latents` recorded of each.
+        latents, reference_latents: what :func:`h3opt.verification.latents.trace_latents` recorded of each.
         borders: where decoder tiles meet, from :func:`h3opt.metrics.seams.tile_borders`; without it every line is
             compared with the reference's.
         heads: for any number of sites, the attention output ``[..., heads, head_dim]`` of (reference, candidate).

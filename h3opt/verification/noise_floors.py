@@ -30,12 +30,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from h3opt import _torch_private as private
-from h3opt.difference import Difference
 from h3opt.errors import PassOptionError, nearest
 from h3opt.pipeline.generation import GenerationSettings, Media
 from h3opt.pipeline.hooks import around
 from h3opt.pipeline.region import Region
 from h3opt.pipeline.view import PipelineView
+from h3opt.verification.difference import Difference
 
 AUTOTUNING = {
     "max_autotune": False,
@@ -44,6 +44,7 @@ AUTOTUNING = {
     "coordinate_descent_tuning": False,
 }
 """Inductor's options for everything that is compiled here."""
+
 
 Run = Callable[[str, Sequence[GenerationSettings]], list[Media]]
 """``run(what, clips)``: generate with the unmodified pipeline; ``what`` is for a progress bar."""
@@ -254,9 +255,6 @@ class _CannotMeasure(Exception):
     """Why a floor cannot be measured here."""
 
 
-# --- one ulp -----------------------------------------------------------------------------------------------------
-
-
 def nudge_inputs(view: PipelineView, undo: ExitStack) -> None:
     """Move what enters the transformer, and the video decoder, by one ulp of its blocks' dtype in every call."""
     for module in (view.transformer, getattr(view.vae, "decoder", None)):  # decoding rounds too
@@ -277,9 +275,6 @@ class Nudge:
         if args:
             args = (args[0] * (1 + torch.finfo(self.dtype).eps), *args[1:])
         return proceed(*args, **kwargs)
-
-
-# --- compiled ----------------------------------------------------------------------------------------------------
 
 
 class _Compiler:
@@ -382,8 +377,6 @@ def _cache_in(folder: str) -> Iterator[None]:
         private.forget_compiled()
 
 
-# --- attention libraries -----------------------------------------------------------------------------------------
-
 _LIBRARIES = {
     "cpu": (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH),
     "cuda": (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
@@ -443,9 +436,6 @@ class _Library(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
         except RuntimeError as error:
             raise _Refused(str(error).strip().partition("\n")[0]) from error
-
-
-# --- seeds -------------------------------------------------------------------------------------------------------
 
 
 def _next_seed(clip: GenerationSettings) -> GenerationSettings:

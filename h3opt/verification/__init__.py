@@ -1,0 +1,1 @@
+"""Verification: a pipeline with passes is held against the unmodified pipeline."""
