@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from h3opt.compiler.optimize import Optimized, optimize
     from h3opt.pass_api.registry import list_passes
     from h3opt.profiles.selection import load_profile
-    from h3opt.verification.verify.verify import Verdict, verify
+    from h3opt.verification.verdict import Verdict
+    from h3opt.verification.verify import verify
 
 __version__ = "0.1.0"
 __all__ = [

@@ -7,11 +7,13 @@ a chance to leaves a hidden ``.NAME.HOST-PID.partial``, which the next run that 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from h3opt.errors import PipelineError
 
@@ -90,3 +92,29 @@ def _remove(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def write_json(path: Path, data: Mapping[str, Any] | list[Any]) -> None:
+    """Write JSON whole or not at all; a device or a pipe is written to as it is.
+
+    Raises:
+        PipelineError: the file cannot be written.
+    """
+    write_text(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text whole or not at all; a device or a pipe is written to as it is.
+
+    Raises:
+        PipelineError: the file cannot be written.
+    """
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_text(text, encoding="utf-8")  # a device or a pipe: a file must not take its place
+            return
+        with partial_of(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+    except OSError as error:
+        raise PipelineError(f"{path} cannot be written: {error.strerror}. Give another path.") from error

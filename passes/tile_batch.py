@@ -31,8 +31,8 @@ class TileBatch(SchedulePass):
     Options:
         max_tiles: most tiles in one call of the decoder or encoder.
         memory_budget: what a decode may add to weights and latents at its peak, its result included: bytes or a text
-            such as ``"2GiB"``. Batches are made to fit; an estimate, see :mod:`h3opt.pipeline.tiling.scheduler`. A budget that one tile
-            at a time does not fit into is a ``MemoryBudgetError`` when the size of the video is known.
+            such as ``"2GiB"``. Batches are made to fit; an estimate, see :mod:`h3opt.pipeline.tiling.plan`. A budget that
+            one tile at a time does not fit into is a ``MemoryBudgetError`` when the size of the video is known.
     """
 
     max_tiles: int = 8

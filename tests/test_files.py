@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from h3opt.demo import write_json
-from h3opt.files import partial_of, whole_file
+from h3opt.files import partial_of, whole_file, write_json
 from h3opt.render.media import write_frame_strip, write_mp4
 from h3opt.verification.evidence import Evidence, read_evidence, write_evidence
 

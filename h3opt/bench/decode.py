@@ -2,7 +2,8 @@
 
 Arms come in three groups, each compared with its own eager arm: the video decode (unmodified, its blocks compiled, then
 pass by pass), the audio decode, and the pipeline's two decode steps one after the other, for passes that change how
-these run together. Which group a pass belongs to is what it finds there to change. :mod:`h3opt.bench.transformer` visits and times.
+these run together. Which group a pass belongs to is what it finds there to change. :mod:`h3opt.bench.harness` visits
+and times.
 """
 
 from __future__ import annotations

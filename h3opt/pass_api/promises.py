@@ -22,7 +22,8 @@ class Rounding:
             largest magnitude in its row, for data whose products stay in the dtype's normal range; ``None`` for a
             schedule pass that reorders the reductions inside a whole model. Graph passes must give a number.
 
-    On the whole pipeline the pass is held to the noise floor (see :mod:`h3opt.verification.verify`), whatever the number.
+    On the whole pipeline the pass is held to the noise floor (see :mod:`h3opt.verification.verify`), whatever the
+    number.
     """
 
     ulps: int | None = 1

@@ -131,7 +131,7 @@ def _template(name: str) -> Any:
     except ImportError as error:
         raise MissingDependencyError(f"Pages need jinja2 ({error}). Run pip install 'h3opt[report]'.") from error
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("h3opt"),
+        loader=jinja2.PackageLoader("h3opt.render"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

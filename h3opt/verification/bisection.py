@@ -3,7 +3,8 @@
 The pipeline runs without the pass and with it, and checksums of what every module outside the captured blocks, and
 every block, reads and returns are compared: the first call whose result differs is where to look. Inside it, a graph
 pass is applied at one site at a time to the graph that ran, on the tensors it ran with; for other passes the module is
-called by itself and its submodules are compared. What is found is saved (:mod:`h3opt.verification.evidence`) and can be replayed.
+called by itself and its submodules are compared. The tensors of the culprit are saved
+(:mod:`h3opt.verification.evidence`) and can be replayed.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The unmodified pipeline runs first. Then passes are added one by one, Exact ones
 their order allows, and every generation is compared with the one before it: the difference belongs to the pass that was
 added. Exact asks for equal bits, Rounding for a change no larger than the noise floor, Perceptual for LPIPS and audio
 SNR. Once all Exact passes that need no other are on, video and audio are compared with the unmodified pipeline, bit for
-bit. Clips with everything on are searched for faults (:mod:`h3opt.verification.faults`) that the unmodified ones do not have. When
-asked, each pass is also left out of the whole set and compared with it, or is on alone and compared with the unmodified
+bit. Clips with everything on are searched for faults (:mod:`h3opt.verification.faults`) that the unmodified ones do not
+have. When asked, each pass is also left out of the whole set and compared with it, or is on alone and compared with the unmodified
 pipeline.
 
 The *noise floor* is how far the unmodified pipeline moves by itself when the noise it starts from, and what its video
@@ -76,12 +76,12 @@ def verify(
         leave_out: also take each pass out of the whole set, and compare with the whole.
         alone: also put each pass on by itself, and compare with the unmodified pipeline. One that builds on others has
             nothing to do alone.
-        floors: what else the unmodified pipeline's own moves are measured by, of :data:`h3opt.verification.noise_floors.FLOORS`. Rounding
-            is judged by ``ulp``, which is measured, named or not, if a pass may move bits.
+        floors: what else the unmodified pipeline's own moves are measured by, of
+            :data:`h3opt.verification.noise_floors.FLOORS`. Rounding is judged by ``ulp``, which is measured, named or not, if a pass may move bits.
         evidence: where to save what moved first when a promise breaks, in a folder named after the pass; ``None`` not
             to look for it. See :mod:`h3opt.verification.bisection`.
-        on_reference: the pipeline is :func:`h3opt.pipeline.generation.reference_pipeline`, for which Perceptual passes promise
-            less change than for just any model.
+        on_reference: the pipeline is :func:`h3opt.pipeline.generation.reference_pipeline`, for which Perceptual passes
+            promise less change than for just any model.
         progress: told before each generation.
 
     Raises:

@@ -8,7 +8,8 @@ import math
 import pytest
 
 from h3opt.pass_api.promises import Exact, Perceptual, Rounding
-from h3opt.verification.verify.verify import Difference, _holds
+from h3opt.verification.difference import Difference
+from h3opt.verification.verify import _holds
 
 SAME = Difference()
 CLOSE = Difference(10, 10, lpips=0.001, psnr_db=60.0, audio_snr_db=60.0)

@@ -327,7 +327,7 @@ def test_a_pass_of_another_package_is_explained_on_the_command_line(installed):
         """
         import sys
         sys.path.insert(0, sys.argv.pop(1))
-        from h3opt.cli import main
+        from h3opt.cli.app import main
         sys.argv[0] = "h3opt"
         main()
         """

@@ -30,8 +30,9 @@ from h3opt.pass_api.registry import list_passes, make_pass
 from h3opt.pass_api.testing import accepted, broken_promise, check_pass, fires_again, rewrite, semantic, survives
 from h3opt.pipeline.generation import GenerationSettings, Media, generate
 from h3opt.pipeline.hooks import around
+from h3opt.verification.difference import Difference
 from h3opt.verification.noise_floors import Nudge
-from h3opt.verification.verify.verify import Difference, _holds
+from h3opt.verification.verify import _holds
 
 aten = torch.ops.aten
 

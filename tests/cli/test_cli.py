@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from h3opt import cli, demo, quality
+from h3opt.cli import app as cli
+from h3opt.cli import demonstration as demo
 from h3opt.compiler.report import PassReport
 from h3opt.errors import DeviceError
+from h3opt.metrics import lpips
 from h3opt.pass_api.promises import Exact, Perceptual
 from h3opt.pass_api.registry import find_pass, list_passes
 from h3opt.profiles.parse import parse_profile
@@ -47,8 +49,8 @@ Run = Callable[..., Result]
 @pytest.fixture
 def h3opt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """``h3opt(*arguments)``: what the installed command does."""
-    monkeypatch.setattr("h3opt.cli.console.width", 240)  # rich reads COLUMNS once, when the module is imported
-    monkeypatch.setattr("h3opt.cli.errors.width", 240)
+    monkeypatch.setattr("h3opt.cli.console.console.width", 240)  # rich reads COLUMNS once, when the module is imported
+    monkeypatch.setattr("h3opt.cli.console.errors.width", 240)
 
     def run(*arguments: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["h3opt", *map(str, arguments)])
@@ -424,7 +426,7 @@ def test_lpips_weights_that_cannot_be_used_are_named(
 ) -> None:
     file = tmp_path / "lpips.safetensors"
     if kept is not None:
-        file.write_bytes(quality._weights_path(None).read_bytes()[:kept])
+        file.write_bytes(lpips._weights_path(None).read_bytes()[:kept])
     monkeypatch.setattr(quality, "_weights_path", lambda weights: file)
     message = refusal("verify", "--passes", "tile_batch", "--report", tmp_path / "r.html")
     assert str(file) in message and ("are missing" if kept is None else "cannot read the LPIPS weights") in message
@@ -472,7 +474,7 @@ def test_a_verification_that_is_interrupted_says_so_in_one_line_and_leaves_no_fi
     places = ("--report", "report.html", "--blind", "blind.html", "--json", "verdict.json", "--evidence", "evidence")
     # A shell that runs the tests in the background has what it starts ignore Ctrl-C.
     listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    command = f"{listen}; from h3opt.cli import main; main()"
+    command = f"{listen}; from h3opt.cli.app import main; main()"
     started = subprocess.Popen(
         [sys.executable, "-c", command, "verify", "--passes", "norm_modulate", *places],
         cwd=tmp_path,
@@ -570,7 +572,7 @@ def test_what_the_caller_froze_stays_frozen(h3opt: Run, collector: Any) -> None:
 def test_nothing_is_looked_through_once_more_at_exit_however_often_main_ran() -> None:
     code = """
 import atexit, gc, sys
-from h3opt import cli
+from h3opt.cli import app as cli
 
 freeze, calls = gc.freeze, []
 gc.freeze = lambda: (calls.append(1), freeze())

@@ -12,17 +12,19 @@ import pytest
 import torch
 from rich.console import Console
 
-from h3opt import demo
+from h3opt.cli import demonstration as demo
+from h3opt.cli.demonstration import run_demo
 from h3opt.compiler.report import Report
-from h3opt.demo import run_demo, write_json
 from h3opt.errors import H3OptError, PipelineError
+from h3opt.files import write_json
 from h3opt.pass_api.promises import Exact, Perceptual, Promise
 from h3opt.pass_api.registry import list_passes
 from h3opt.pipeline.generation import GenerationSettings, Media
 from h3opt.render.tables import passes_table, verdict_lines, verdict_table
+from h3opt.verification.difference import Difference
 from h3opt.verification.faults import Finding
 from h3opt.verification.noise_floors import Floor
-from h3opt.verification.verify.verify import Difference, PassVerdict, Verdict
+from h3opt.verification.verdict import PassVerdict, Verdict
 
 MOVED = Difference(5, 7, 0.0123, 40.0, 61.1)
 

@@ -19,7 +19,9 @@ from h3opt.pass_api.registry import make_pass
 from h3opt.pass_api.testing import rewired
 from h3opt.pipeline.generation import GenerationSettings, generate
 from h3opt.render.tables import verdict_lines
-from h3opt.verification.verify.verify import Difference, Verdict, _furthest, _holds
+from h3opt.verification.difference import Difference
+from h3opt.verification.verdict import Verdict
+from h3opt.verification.verify import _furthest, _holds
 
 aten = torch.ops.aten
 CLIP = GenerationSettings(num_inference_steps=3)

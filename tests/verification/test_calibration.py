@@ -18,7 +18,7 @@ from h3opt.pass_api.registry import find_pass, list_passes, make_pass
 from h3opt.pipeline.generation import reference_pipeline
 from h3opt.verification.calibration import LPIPS_MARGIN, SNR_MARGIN_DB, Calibration, calibrations
 from h3opt.verification.difference import Difference
-from h3opt.verification.verify.verify import verify
+from h3opt.verification.verify import verify
 
 PERCEPTUAL = [cls.name for cls in list_passes() if isinstance(cls.promise, Perceptual)]
 PROMPTS = ["a red circle moves right over grey, a low hum", "a blue square moves down over checks, slow beeps"]

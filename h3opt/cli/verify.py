@@ -1,0 +1,155 @@
+"""``h3opt verify`` and ``h3opt replay``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from h3opt.errors import PipelineError
+
+if TYPE_CHECKING:
+    from h3opt.pass_api.base import Pass
+from h3opt.cli.console import check_output_files, is_stdout, progress_bar, say, show_verdict, write_or_print
+from h3opt.cli.options import (
+    DeviceName,
+    Dtype,
+    Frames,
+    Height,
+    Json,
+    Model,
+    Passes,
+    Profile,
+    Seed,
+    Steps,
+    Width,
+    generation_settings,
+    is_calibrated,
+    open_pipeline,
+    parse_device,
+    parse_dtype,
+    parse_pass_names,
+    read_prompts,
+)
+
+
+def verify(
+    model: Model = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Repeat for several.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A text file, one prompt per line.")] = None,
+    passes: Passes = None,
+    profile: Profile = "auto",
+    height: Height = 64,
+    width: Width = 96,
+    frames: Frames = 124,
+    steps: Steps = 4,
+    seed: Seed = 0,
+    seeds: Annotated[int, typer.Option(help="Clips per prompt, with seeds that follow one another.")] = 1,
+    leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
+    alone: Annotated[bool, typer.Option("--alone", help="Also each pass by itself.")] = False,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Say what Perceptual promises should be.")] = False,
+    floors: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: ulp, compile, cache, attention, seed; ulp comes by itself where a pass needs it."
+        ),
+    ] = "",
+    report: Annotated[Path | None, typer.Option(help="Write a page to look at and listen to.")] = None,
+    blind: Annotated[Path | None, typer.Option(help="Write a page that asks which of two clips is better.")] = None,
+    evidence: Annotated[Path, typer.Option(help="Where tensors go that show a broken promise.")] = Path("out/evidence"),
+    dtype: Dtype = "auto",
+    device: DeviceName = "cpu",
+    json: Json = None,
+) -> None:
+    """Add passes one by one and hold each to its promise; exit code 1 if one broke."""
+    from h3opt.files import write_json
+    from h3opt.render.page import check_page, write_blind, write_report
+    from h3opt.verification.calibration import calibrations
+    from h3opt.verification.evidence import check_folder
+    from h3opt.verification.noise_floors import choose_floors
+    from h3opt.verification.verify import verify as verify_pipeline
+
+    settings = generation_settings(None, height, width, frames, steps, seed)
+    texts = [*(prompt or []), *(read_prompts(prompts) if prompts is not None else [])]
+    if seeds < 1:
+        raise PipelineError(f"{seeds} seeds make no clip. Use at least one.")
+    named = parse_pass_names(passes)
+    check_folder(evidence, named or ())
+    names: list[str] | list[Pass] | None = named
+    if calibrate and names is None:
+        names = _perceptual(tiny=model is None)
+    asked = [name.strip() for name in floors.split(",") if name.strip()]
+    choose_floors(asked, ulp=True)
+    pages = [page for page in (report, blind) if page is not None]
+    written = [os.path.abspath(file) for file in (json, *pages) if file is not None]
+    if len(set(written)) < len(written):
+        raise PipelineError("--report, --blind and --json name one file twice. Give each its own.")
+    for page in pages:
+        check_page(page)
+    check_output_files(json, *pages)
+    pipe = open_pipeline(model, dtype, device)
+    with progress_bar(json) as progress:
+        verdict = verify_pipeline(
+            pipe,
+            texts or None,
+            passes=names,
+            profile=profile,
+            settings=settings,
+            seeds=seeds,
+            leave_out=leave_out,
+            alone=alone,
+            floors=asked,
+            evidence=evidence,
+            on_reference=model is None and is_calibrated(device, height, width) and (calibrate or not texts),
+            progress=progress,
+        )
+    data = verdict.to_dict()
+    if calibrate:
+        data["calibration"] = [one.to_dict() for one in calibrations(verdict)]
+    show_verdict(verdict, json, data)
+    if calibrate and not is_stdout(json):
+        say("\n".join(["", *map(str, calibrations(verdict))]))
+    if report is not None:
+        write_report(report, verdict)
+    if blind is not None:
+        write_blind(blind, verdict)
+    if pages and not is_stdout(json):
+        say("wrote " + ", ".join(map(str, pages)))
+    if json is not None and not is_stdout(json):
+        write_json(json, data)
+    raise typer.Exit(0 if verdict.held else 1)
+
+
+def replay(
+    folder: Annotated[Path, typer.Argument(help="What verify saved of a broken promise.")],
+    model: Model = None,
+    dtype: Annotated[str | None, typer.Option(help="Another than it was verified with: as for verify.")] = None,
+    device: Annotated[str | None, typer.Option(help="Another than it was verified on: cpu, cuda, cuda:1, …")] = None,
+    json: Json = None,
+) -> None:
+    """Run again what moved first when a promise broke; exit code 1 if it still moves."""
+    from h3opt.verification.replay import replay as replay_evidence
+
+    check_output_files(json)
+    if dtype is not None:
+        parse_dtype(dtype)
+
+    def pipe(verified: Any, place: str) -> Any:
+        return open_pipeline(model, dtype or str(verified).removeprefix("torch."), place)
+
+    found = replay_evidence(folder, pipe, None if device is None else parse_device(device))
+    if not is_stdout(json):
+        say(str(found))
+    write_or_print(json, found.to_dict())
+    raise typer.Exit(1 if found.moves else 0)
+
+
+def _perceptual(tiny: bool) -> list[Pass]:
+    """Passes with a Perceptual promise, on the tiny reference with options that fit its canvas."""
+    from h3opt.pass_api.promises import Perceptual
+    from h3opt.pass_api.registry import list_passes, make_pass
+
+    found = [make_pass(cls.name) for cls in list_passes() if isinstance(cls.promise, Perceptual)]
+    return [one.trial() for one in found] if tiny else found
