@@ -19,7 +19,7 @@ from h3opt.errors import PipelineError
 
 
 @contextlib.contextmanager
-def whole_file(path: str | os.PathLike[str], encoding_error: type[Exception] = OSError) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike[str], encoding_error: type[Exception] = OSError) -> Iterator[Path]:
     """A temporary name beside `path`, renamed to it on success and removed on failure.
 
     Raises:
@@ -29,7 +29,7 @@ def whole_file(path: str | os.PathLike[str], encoding_error: type[Exception] = O
     if path.exists() and not path.is_file():
         raise PipelineError(f"cannot write {path}: it is not a regular file; name a file in a folder you can write to")
     try:
-        with partial_of(path) as partial:
+        with temporary_sibling(path) as partial:
             yield partial
             os.replace(partial, path)
     except OSError as error:
@@ -39,8 +39,8 @@ def whole_file(path: str | os.PathLike[str], encoding_error: type[Exception] = O
         raise PipelineError(f"cannot encode {path} ({error}); check the size and the rates") from error
 
 
-def try_file(path: Path) -> None:
-    """Refuse before the work what :func:`whole_file` could not write after it.
+def check_writable(path: Path) -> None:
+    """Refuse before the work what :func:`atomic_write` could not write after it.
 
     Raises:
         PipelineError: it could not.
@@ -48,14 +48,14 @@ def try_file(path: Path) -> None:
     if path.exists() and not path.is_file():
         raise PipelineError(f"{path} is no regular file. Give the name of a file in a folder you can write to.")
     try:
-        with partial_of(path) as partial:
+        with temporary_sibling(path) as partial:
             partial.touch()
     except OSError as error:
         raise PipelineError(f"{path} cannot be written: {error.strerror}. Give another path.") from error
 
 
 @contextlib.contextmanager
-def partial_of(path: Path) -> Iterator[Path]:
+def temporary_sibling(path: Path) -> Iterator[Path]:
     """A hidden name beside ``path`` for a file or a folder; what has that name at the end is removed.
 
     Partial files that processes of this host left there and did not live to remove go too.
@@ -113,7 +113,7 @@ def write_text(path: Path, text: str) -> None:
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_text(text, encoding="utf-8")  # a device or a pipe: a file must not take its place
             return
-        with partial_of(path) as partial:
+        with temporary_sibling(path) as partial:
             partial.write_text(text, encoding="utf-8")
             partial.replace(path)
     except OSError as error:

@@ -6,23 +6,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from h3opt.device import Device
-from h3opt.pass_api.base import Mutant, No, SchedulePass, Yes
-from h3opt.pass_api.promises import Exact
-from h3opt.pass_api.registry import register
-from h3opt.pass_api.testing import LastFirst
+from h3opt.pass_api import Device, Exact, Mutant, PipelineView, ReversedMergeQueue, SchedulePass, register
 from h3opt.pipeline.tiling.scheduler import schedule_tiles
-from h3opt.pipeline.tiling.strategies import Choices, Lane
-
-if TYPE_CHECKING:
-    from h3opt.pipeline.view import PipelineView
+from h3opt.pipeline.tiling.strategies import MergeQueue, TileOptions
 
 
-class SideStream(Lane):
+class SideStream(MergeQueue):
     """Merges on a CUDA stream of its own; on a device without streams, in place and in order.
 
     A finished tile's memory belongs to the stream that computes. It is held until that stream has been told to wait
@@ -79,17 +72,17 @@ class AsyncAssembly(SchedulePass):
         "Everything is merged before the video is returned or an error leaves the decode.",
     )
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
-        return Yes() if view.vae is not None else No("there is no video VAE")
+    def applies(self, device: Device, view: PipelineView) -> str | None:
+        return None if view.vae is not None else "there is no video VAE"
 
     def expect(self, view: PipelineView) -> int:
         return 1
 
     def install(self, view: PipelineView, undo: ExitStack) -> int:
-        schedule_tiles(view.vae, Choices(lane=self.lane()), undo)
+        schedule_tiles(view.vae, TileOptions(lane=self.lane()), undo)
         return 1
 
-    def lane(self) -> Lane:
+    def lane(self) -> MergeQueue:
         """Where merging runs."""
         return SideStream()
 
@@ -99,5 +92,5 @@ class AsyncAssembly(SchedulePass):
 
 @dataclass(frozen=True)
 class _LastFirst(AsyncAssembly):
-    def lane(self) -> Lane:
-        return LastFirst()
+    def lane(self) -> MergeQueue:
+        return ReversedMergeQueue()

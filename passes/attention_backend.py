@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from h3opt.device import Device
-from h3opt.graph.matcher import Rule
 from h3opt.kernels.ops import attention
-from h3opt.pass_api.base import GraphFacts, GraphPass, Mutant, No, Yes
-from h3opt.pass_api.examples import Decline, Draw, Example
-from h3opt.pass_api.guards import heads_attend
+from h3opt.pass_api import (
+    Decline,
+    Device,
+    Draw,
+    Example,
+    GraphFacts,
+    GraphPass,
+    Match,
+    Mutant,
+    PipelineView,
+    Rounding,
+    Rule,
+    register,
+    with_replacement,
+)
+from h3opt.pass_api.guards import check_attention
 from h3opt.pass_api.patterns import unmasked_attention
-from h3opt.pass_api.promises import Rounding
-from h3opt.pass_api.registry import register
-from h3opt.pass_api.testing import rewired
-
-if TYPE_CHECKING:
-    from h3opt.graph.matcher import Match
-    from h3opt.pipeline.view import PipelineView
 
 aten = torch.ops.aten
 
@@ -40,7 +44,7 @@ def unserved(heads: torch.Tensor) -> str | None:
 def libraries_serve(match: Match) -> str | None:
     """Why a site's attention is none that every library has."""
     query = match.tensor("query")
-    return (unserved(query) if query is not None else None) or heads_attend(match, "query", "key", "value")
+    return (unserved(query) if query is not None else None) or check_attention(match, "query", "key", "value")
 
 
 @register
@@ -64,9 +68,9 @@ class AttentionBackend(GraphPass):
         if self.backend not in attention.BF16_BACKENDS:
             raise ValueError(f"backend must be one of {attention.BF16_BACKENDS}, got {self.backend!r}")
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
+    def applies(self, device: Device, view: PipelineView) -> str | None:
         reason = attention.missing(self.backend, device, fp8=False)
-        return Yes() if reason is None else No(reason)
+        return reason
 
     def rules(self) -> Sequence[Rule]:
         def named(query, key, value, swap):
@@ -107,7 +111,7 @@ class AttentionBackend(GraphPass):
         def values_swapped(query, key, value, swap):
             return attention.attention(key, query, value, self.backend)
 
-        return (Mutant("K is taken for Q", rewired(self, values_swapped)),)
+        return (Mutant("K is taken for Q", with_replacement(self, values_swapped)),)
 
 
 def _model(**how: Any) -> Callable[..., torch.Tensor]:

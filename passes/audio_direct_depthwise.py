@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_minimax_h3_audio import (
@@ -14,14 +14,8 @@ from diffusers.models.autoencoders.autoencoder_kl_minimax_h3_audio import (
 )
 from torch.nn.utils.weight_norm import WeightNorm
 
-from h3opt.device import Device
 from h3opt.kernels import ops
-from h3opt.pass_api.base import FormatPass, Mutant, No, Yes
-from h3opt.pass_api.promises import Perceptual
-from h3opt.pass_api.registry import register
-
-if TYPE_CHECKING:
-    from h3opt.pipeline.view import PipelineView
+from h3opt.pass_api import Device, FormatPass, Mutant, Perceptual, PipelineView, register
 
 TAPS = 12
 
@@ -63,11 +57,11 @@ class AudioDirectDepthwise(FormatPass):
     name = "audio_direct_depthwise"
     promise = Perceptual(lpips=0.0, audio_snr_db=40.0, on_reference=Perceptual(lpips=0.0, audio_snr_db=127.0))
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
+    def applies(self, device: Device, view: PipelineView) -> str | None:
         if view.audio_vae is None:
-            return No("there is no audio VAE")
+            return "there is no audio VAE"
         dtype = view.audio_vae.decoder.conv_post.weight_g.dtype
-        return Yes() if dtype == torch.float32 else No(f"the audio decoder is in {dtype}; the kernels take float32")
+        return None if dtype == torch.float32 else f"the audio decoder is in {dtype}; the kernels take float32"
 
     def expect(self, view: PipelineView) -> int:
         """By the configuration: two activations and two convolutions per dilation, and what is around the blocks."""

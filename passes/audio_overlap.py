@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
-from h3opt.device import Device
-from h3opt.pass_api.base import Mutant, No, SchedulePass, Yes
-from h3opt.pass_api.promises import Exact
-from h3opt.pass_api.registry import register
-from h3opt.pipeline.staleness import unwritten, writes
-
-if TYPE_CHECKING:
-    from h3opt.pipeline.view import PipelineView
+from h3opt.pass_api import Device, Exact, Mutant, PipelineView, SchedulePass, register
+from h3opt.pipeline.staleness import is_unmodified, mutation_version
 
 VIDEO, AUDIO = "MiniMaxH3VideoDecodeStep", "MiniMaxH3AudioDecodeStep"
 
@@ -38,13 +32,13 @@ class AudioOverlap(SchedulePass):
         "When either decode fails, the main stream waits for the side stream before the error goes on.",
     )
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
+    def applies(self, device: Device, view: PipelineView) -> str | None:
         order = [type(step).__name__ for step in view.steps(VIDEO, AUDIO)]
         if order[:2] != [VIDEO, AUDIO]:
-            return No("there is no pipeline that decodes video and then audio")
+            return "there is no pipeline that decodes video and then audio"
         if _offloaded(view.audio_vae):
-            return No("the audio VAE is moved to the device for its own decode only (offloading)")
-        return Yes()
+            return "the audio VAE is moved to the device for its own decode only (offloading)"
+        return None
 
     def expect(self, view: PipelineView) -> int:
         return len(view.steps_making("audio"))
@@ -77,7 +71,7 @@ class Pending:
     @property
     def outdated(self) -> bool:
         """Whether the latents have been written to since."""
-        return not unwritten(self.latents, self.since)
+        return not is_unmodified(self.latents, self.since)
 
 
 @dataclass
@@ -97,7 +91,7 @@ class EarlyAudio:
             with self.aside(latents):
                 self.audio_step(components, ahead)
             made = {name: value for name, value in ahead.values.items() if value is not state.get(name)}
-            self.pending = Pending(latents, writes(latents), made)
+            self.pending = Pending(latents, mutation_version(latents), made)
         try:
             return proceed(components, state)
         except BaseException:

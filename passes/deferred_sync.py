@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from h3opt.device import Device
-from h3opt.pass_api.base import Mutant, No, SchedulePass, Yes
-from h3opt.pass_api.promises import Exact
-from h3opt.pass_api.registry import register
-
-if TYPE_CHECKING:
-    from h3opt.pipeline.view import PipelineView
+from h3opt.pass_api import Device, Exact, Mutant, PipelineView, SchedulePass, register
 
 DECODES = {"MiniMaxH3VideoDecodeStep": "vae", "MiniMaxH3AudioDecodeStep": "audio_vae"}
 """Step that copies constants to the device → the component it decodes with."""
@@ -39,8 +33,8 @@ class DeferredSync(SchedulePass):
         "A constant's copy is queued before the operation that reads it, on the same stream.",
     )
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
-        return Yes() if view.loops() else No("there is no pipeline with a denoising loop, so nothing waits")
+    def applies(self, device: Device, view: PipelineView) -> str | None:
+        return None if view.loops() else "there is no pipeline with a denoising loop, so nothing waits"
 
     def expect(self, view: PipelineView) -> int:
         """Every loop, and every step that makes media."""

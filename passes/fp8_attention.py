@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from h3opt.device import Device
-from h3opt.graph.matcher import Rule
 from h3opt.kernels.ops import attention
-from h3opt.pass_api.base import GraphFacts, GraphPass, Mutant, No, Yes
-from h3opt.pass_api.examples import Decline, Draw, Example, norm_and_turn
-from h3opt.pass_api.guards import heads_attend, heads_line_up
+from h3opt.pass_api import (
+    Decline,
+    Device,
+    Draw,
+    Example,
+    GraphFacts,
+    GraphPass,
+    Match,
+    Mutant,
+    Perceptual,
+    PipelineView,
+    Rule,
+    norm_and_rotate,
+    register,
+)
+from h3opt.pass_api.guards import check_attention, check_head_norm_rope
 from h3opt.pass_api.patterns import norm_rope, unmasked_attention
-from h3opt.pass_api.promises import Perceptual
-from h3opt.pass_api.registry import register
-
-if TYPE_CHECKING:
-    from h3opt.graph.matcher import Match
-    from h3opt.pipeline.view import PipelineView
 
 aten = torch.ops.aten
 
@@ -37,7 +42,7 @@ def attend(
 
 def all_line_up(match: Match) -> str | None:
     """Why a site is not self-attention over normed and rotated heads of one shape."""
-    return heads_attend(match, "x", "k", "v") or heads_line_up(match)
+    return check_attention(match, "x", "k", "v") or check_head_norm_rope(match)
 
 
 @register
@@ -69,9 +74,9 @@ class FP8Attention(GraphPass):
             if getattr(self, name) not in allowed or type(getattr(self, name)) is not type(allowed[0]):
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
+    def applies(self, device: Device, view: PipelineView) -> str | None:
         reason = attention.missing(self.backend, device, fp8=True)
-        return Yes() if reason is None else No(reason)
+        return reason
 
     def rules(self) -> Sequence[Rule]:
         def in_fp8(x, k, v, shape, weight, k_weight, eps, cos, sin, dim, half, rotary, end, swap):
@@ -120,7 +125,8 @@ class FP8Attention(GraphPass):
 def _model(**how: Any) -> Callable[..., torch.Tensor]:
     def model(x, k, v, weight, k_weight, cos, sin):
         q, k, v = (
-            one.transpose(1, 2) for one in (norm_and_turn(x, weight, cos, sin), norm_and_turn(k, k_weight, cos, sin), v)
+            one.transpose(1, 2)
+            for one in (norm_and_rotate(x, weight, cos, sin), norm_and_rotate(k, k_weight, cos, sin), v)
         )
         return scaled_dot_product_attention(q, k, v, **how).transpose(1, 2)
 

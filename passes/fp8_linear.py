@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from h3opt.device import Device
-from h3opt.pass_api.base import Mutant, No, Yes
-from h3opt.pass_api.fp8 import FP8BlocksPass, FP8Linear
-from h3opt.pass_api.promises import Perceptual
-from h3opt.pass_api.registry import register
-
-if TYPE_CHECKING:
-    from h3opt.pipeline.view import PipelineView
+from h3opt.pass_api import Device, FP8BlocksPass, FP8Linear, Mutant, Perceptual, PipelineView, register
 
 
 @register
@@ -32,10 +24,10 @@ class FP8LinearPass(FP8BlocksPass):
     # Tiny pipeline, 4 and 10 steps: the pass LPIPS 0.00006 and 61 dB, its mutant (scales off by two) 0.06 and 25.8 dB.
     promise = Perceptual(lpips=0.03, audio_snr_db=40.0, on_reference=Perceptual(lpips=0.00045, audio_snr_db=41.0))
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
+    def applies(self, device: Device, view: PipelineView) -> str | None:
         if view.transformer is None:
-            return No("there is no transformer")
-        return Yes() if device.has_fp8 else No(f"{device.name} has no FP8; SM89 or newer does")
+            return "there is no transformer"
+        return None if device.has_fp8 else f"{device.name} has no FP8; SM89 or newer does"
 
     def blocks(self, view: PipelineView) -> Sequence[torch.nn.Module]:
         return view.transformer.transformer_blocks if view.transformer is not None else []

@@ -9,16 +9,23 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm
 
-from h3opt.graph.matcher import Rule
 from h3opt.kernels import ops
 from h3opt.kernels.ops import attention
-from h3opt.pass_api.base import GraphFacts, GraphPass, Mutant
-from h3opt.pass_api.examples import Decline, Draw, Example, norm_and_turn
-from h3opt.pass_api.guards import heads_line_up
+from h3opt.pass_api import (
+    Decline,
+    Draw,
+    Exact,
+    Example,
+    GraphFacts,
+    GraphPass,
+    Mutant,
+    Rule,
+    norm_and_rotate,
+    register,
+    with_replacement,
+)
+from h3opt.pass_api.guards import check_head_norm_rope
 from h3opt.pass_api.patterns import norm_rope, per_token
-from h3opt.pass_api.promises import Exact
-from h3opt.pass_api.registry import register
-from h3opt.pass_api.testing import rewired
 
 aten = torch.ops.aten
 
@@ -72,15 +79,15 @@ class FusedQKCast(GraphPass):
 
     def rules(self) -> Sequence[Rule]:
         return (
-            Rule(norm_rope_cast, fused_cast, guard=heads_line_up),
-            Rule(norm_rope, fused, guard=heads_line_up),
+            Rule(norm_rope_cast, fused_cast, guard=check_head_norm_rope),
+            Rule(norm_rope, fused, guard=check_head_norm_rope),
         )
 
     def expect(self, facts: GraphFacts) -> int | None:
         return facts.per(transformer_block=2)
 
     def example(self, draw: Draw) -> Example:
-        return Example(norm_and_turn, draw.rotary())
+        return Example(norm_and_rotate, draw.rotary())
 
     def declines(self) -> Sequence[Decline]:
         def turned_backwards(draw: Draw) -> Example:
@@ -96,11 +103,11 @@ class FusedQKCast(GraphPass):
 
         def promoted(draw: Draw) -> Example:
             x, weight, cos, sin = draw.rotary()
-            return Example(norm_and_turn, (x, weight, cos.double(), sin.double()))
+            return Example(norm_and_rotate, (x, weight, cos.double(), sin.double()))
 
         def no_weight(draw: Draw) -> Example:
             x, _, cos, sin = draw.rotary()
-            return Example(lambda x, cos, sin: norm_and_turn(x, None, cos, sin), (x, cos, sin))
+            return Example(lambda x, cos, sin: norm_and_rotate(x, None, cos, sin), (x, cos, sin))
 
         return (
             Decline("the norm has no weight, as in the video decoder", no_weight),
@@ -117,6 +124,6 @@ class FusedQKCast(GraphPass):
             return unscaled * weight
 
         return (
-            Mutant("rotated backwards", rewired(self, turned_backwards, rule=1)),
-            Mutant("the norm's weight applied after the rotation", rewired(self, norm_after_rope, rule=1)),
+            Mutant("rotated backwards", with_replacement(self, turned_backwards, rule=1)),
+            Mutant("the norm's weight applied after the rotation", with_replacement(self, norm_after_rope, rule=1)),
         )

@@ -9,15 +9,22 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
-from h3opt.graph.matcher import Rule
 from h3opt.kernels import ops
-from h3opt.pass_api.base import GraphFacts, GraphPass, Mutant
-from h3opt.pass_api.examples import Decline, Draw, Example
-from h3opt.pass_api.guards import halves_of_channels
+from h3opt.pass_api import (
+    Decline,
+    Draw,
+    Exact,
+    Example,
+    GraphFacts,
+    GraphPass,
+    Mutant,
+    Rule,
+    register,
+    with_replacement,
+    without_guards,
+)
+from h3opt.pass_api.guards import check_swiglu_halves
 from h3opt.pass_api.patterns import swiglu
-from h3opt.pass_api.promises import Exact
-from h3opt.pass_api.registry import register
-from h3opt.pass_api.testing import rewired, unguarded
 
 
 def fused_product(x: Any, dim: Any, middle: Any, end: Any) -> Any:
@@ -33,7 +40,7 @@ class FusedSwiglu(GraphPass):
     promise = Exact()
 
     def rules(self) -> Sequence[Rule]:
-        return (Rule(swiglu, fused_product, guard=halves_of_channels),)
+        return (Rule(swiglu, fused_product, guard=check_swiglu_halves),)
 
     def expect(self, facts: GraphFacts) -> int | None:
         return facts.per(transformer_block=1, transformer_refiner=1, vae_block=1)
@@ -80,6 +87,6 @@ class FusedSwiglu(GraphPass):
             return ops.swiglu(torch.ops.aten.roll(x, [middle], [dim]))
 
         return (
-            Mutant("silu of the first half", rewired(self, halves_exchanged)),
-            Mutant("any slices taken", unguarded(self)),
+            Mutant("silu of the first half", with_replacement(self, halves_exchanged)),
+            Mutant("any slices taken", without_guards(self)),
         )

@@ -6,15 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from h3opt.graph.matcher import Match, Rule
 from h3opt.kernels import ops
-from h3opt.pass_api.base import GraphFacts, GraphPass, Mutant
-from h3opt.pass_api.examples import Decline, Draw, Example
-from h3opt.pass_api.guards import tables_line_up
+from h3opt.pass_api import (
+    Decline,
+    Draw,
+    Exact,
+    Example,
+    GraphFacts,
+    GraphPass,
+    Match,
+    Mutant,
+    Rule,
+    register,
+    with_replacement,
+)
+from h3opt.pass_api.guards import check_modulation
 from h3opt.pass_api.patterns import gated_residual
-from h3opt.pass_api.promises import Exact
-from h3opt.pass_api.registry import register
-from h3opt.pass_api.testing import rewired
 
 
 def fused_sum(residual: Any, y: Any, gate: Any, index: Any) -> Any:
@@ -25,7 +32,7 @@ def rows_line_up(match: Match) -> str | None:
     residual, y = match.tensor("residual"), match.tensor("y")
     if residual is None or y is None or str(residual.shape) != str(y.shape):
         return "residual and addend have different shapes"
-    return tables_line_up(match, "residual", "y", "gate")
+    return check_modulation(match, "residual", "y", "gate")
 
 
 @register
@@ -74,7 +81,7 @@ class GatedResidual(GraphPass):
         def gate_on_residual(residual, y, gate, index):
             return ops.gated_residual(y, residual, gate, index)
 
-        return (Mutant("the gate is on the residual", rewired(self, gate_on_residual)),)
+        return (Mutant("the gate is on the residual", with_replacement(self, gate_on_residual)),)
 
     @staticmethod
     def _arguments(draw: Draw) -> tuple[Any, ...]:

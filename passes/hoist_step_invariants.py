@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from h3opt.device import Device
-from h3opt.pass_api.base import Mutant, No, SchedulePass, Yes
-from h3opt.pass_api.promises import Exact
-from h3opt.pass_api.registry import register
-from h3opt.pipeline.hooks import around
-from h3opt.pipeline.staleness import ambient, unwritten, writes
-
-if TYPE_CHECKING:
-    from h3opt.pipeline.view import PipelineView
+from h3opt.pass_api import Device, Exact, Mutant, PipelineView, SchedulePass, register
+from h3opt.pipeline.hooks import wrap_calls
+from h3opt.pipeline.staleness import autocast_state, is_unmodified, mutation_version
 
 SOURCES = {
     "context_embedder": "encoder_hidden_states",
@@ -41,12 +35,12 @@ class HoistStepInvariants(SchedulePass):
     promise = Exact()
     happens_before = ("The first step's embedder, refiner and rope run before every later step's first block.",)
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
+    def applies(self, device: Device, view: PipelineView) -> str | None:
         if view.transformer is None:
-            return No("there is no transformer")
+            return "there is no transformer"
         if view.scope == "model":
-            return No("scope: model captures embedder, refiner and rope inside the transformer's graph")
-        return Yes()
+            return "scope: model captures embedder, refiner and rope inside the transformer's graph"
+        return None
 
     def expect(self, view: PipelineView) -> int:
         return len(SOURCES)
@@ -61,10 +55,10 @@ class HoistStepInvariants(SchedulePass):
             finally:
                 current.clear()
 
-        around(view.transformer, remember_inputs, undo)
+        wrap_calls(view.transformer, remember_inputs, undo)
         for name, source in SOURCES.items():
             module = getattr(view.transformer, name)
-            around(module, self.memo(module, source, current), undo)
+            wrap_calls(module, self.memo(module, source, current), undo)
         return len(SOURCES)
 
     def memo(self, module: torch.nn.Module, source: str, current: dict[str, torch.Tensor]) -> Memo:
@@ -95,9 +89,9 @@ class Memo:
         # called on its own, or the transformer was called by position, or each call needs a graph for gradients
         if self.source not in self.current or torch.is_grad_enabled():
             return proceed(*args, **kwargs)
-        tensors, mode = self.tensors(args), ambient(args[0].device)
+        tensors, mode = self.tensors(args), autocast_state(args[0].device)
         if self.made_from is None or self.mode != mode or not _same(self.made_from, tensors):
-            made_from = tuple((tensor, writes(tensor)) for tensor in tensors)
+            made_from = tuple((tensor, mutation_version(tensor)) for tensor in tensors)
             self.result = proceed(*args, **kwargs)
             self.made_from, self.mode = made_from, mode
         return self.result
@@ -114,7 +108,7 @@ class Memo:
 
 def _same(made_from: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> bool:
     return len(made_from) == len(tensors) and all(
-        one is other and unwritten(one, since) for (one, since), other in zip(made_from, tensors, strict=True)
+        one is other and is_unmodified(one, since) for (one, since), other in zip(made_from, tensors, strict=True)
     )
 
 

@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from h3opt.device import Device
-from h3opt.pass_api.base import Mutant, No, SchedulePass, Yes
-from h3opt.pass_api.promises import Exact
-from h3opt.pass_api.registry import register
+from h3opt.pass_api import Device, Exact, Mutant, PipelineView, SchedulePass, register
 from h3opt.pipeline.tiling.scheduler import schedule_tiles
-from h3opt.pipeline.tiling.strategies import Blends, Choices
-
-if TYPE_CHECKING:
-    from h3opt.pipeline.view import PipelineView
+from h3opt.pipeline.tiling.strategies import Blender, TileOptions
 
 
-class ReusedBuffers(Blends):
+class ReusedBuffers(Blender):
     """The same products and sums as ``vae._blend``, written to buffers; its weights are computed once per overlap.
 
     Buffers live as long as one decode. The weights are those that ``_blend`` itself gives for one and zero.
@@ -74,17 +68,17 @@ class MemoryQueryReuse(SchedulePass):
     promise = Exact()
     happens_before = ("A tile is merged before the next one's merge writes the buffers: both are on one stream.",)
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
-        return Yes() if view.vae is not None else No("there is no video VAE")
+    def applies(self, device: Device, view: PipelineView) -> str | None:
+        return None if view.vae is not None else "there is no video VAE"
 
     def expect(self, view: PipelineView) -> int:
         return 1
 
     def install(self, view: PipelineView, undo: ExitStack) -> int:
-        schedule_tiles(view.vae, Choices(blends=self.blends), undo)
+        schedule_tiles(view.vae, TileOptions(blends=self.blends), undo)
         return 1
 
-    def blends(self, vae: Any) -> Blends:
+    def blends(self, vae: Any) -> Blender:
         """The blends of one decode."""
         return ReusedBuffers(vae)
 
@@ -101,5 +95,5 @@ class _Stale(ReusedBuffers):
 
 @dataclass(frozen=True)
 class _FirstTileStays(MemoryQueryReuse):
-    def blends(self, vae: Any) -> Blends:
+    def blends(self, vae: Any) -> Blender:
         return _Stale(vae)

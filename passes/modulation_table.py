@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.func import functional_call
 
-from h3opt.device import Device, to_host
+from h3opt.device import to_host
 from h3opt.errors import PipelineError
-from h3opt.pass_api.base import Mutant, No, SchedulePass, Yes
-from h3opt.pass_api.promises import Exact
-from h3opt.pass_api.registry import register
-from h3opt.pipeline.hooks import around
-from h3opt.pipeline.staleness import ambient, unwritten, writes
-
-if TYPE_CHECKING:
-    from h3opt.pipeline.view import PipelineView
+from h3opt.pass_api import Device, Exact, Mutant, PipelineView, SchedulePass, register
+from h3opt.pipeline.hooks import wrap_calls
+from h3opt.pipeline.staleness import autocast_state, is_unmodified, mutation_version
 
 MAX_TIMESTEPS = 4  # distinct timesteps in one forward: video, audio, keyframes, references
 KEPT = 64  # steps whose tables stay, 39 MB each for H3: a second generation with the same schedule finds its own
@@ -62,8 +57,8 @@ class ModulationTable(SchedulePass):
         "The rows of a step are in place before its first block runs.",
     )
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
-        return Yes() if view.transformer is not None else No("there is no transformer")
+    def applies(self, device: Device, view: PipelineView) -> str | None:
+        return None if view.transformer is not None else "there is no transformer"
 
     def expect(self, view: PipelineView) -> int:
         return len(view.transformer.transformer_blocks) if view.transformer is not None else 0
@@ -76,7 +71,7 @@ class ModulationTable(SchedulePass):
             for weight in projection.parameters():
                 weight.data = to_host(weight.data)
             block.adaln_proj = TableRows(tables.blank)
-        around(view.transformer, tables.select, undo)
+        wrap_calls(view.transformer, tables.select, undo)
         view.after_step("MiniMaxH3SetTimestepsStep", tables.compute_schedule, undo)
         return len(tables.projections)
 
@@ -126,7 +121,7 @@ class Tables:
         self.made.update(self.compute(new) if new else {})
         for key, timestep in zip(spelled, timesteps, strict=True):
             self.made[key] = self.made.pop(key)  # the last ones used stay longest
-            self.steps[id(timestep)] = (timestep, writes(timestep), self.made[key])
+            self.steps[id(timestep)] = (timestep, mutation_version(timestep), self.made[key])
         for key in list(self.made)[: -max(KEPT, len(timesteps))]:
             del self.made[key]
         for step in list(self.steps)[: -max(KEPT, len(timesteps))]:
@@ -151,7 +146,7 @@ class Tables:
         if self.made_with != self.stamp():
             self.steps.clear()
         known = self.steps.get(id(timestep))
-        if known is None or known[0] is not timestep or not unwritten(timestep, known[1]):
+        if known is None or known[0] is not timestep or not is_unmodified(timestep, known[1]):
             self.prepare([timestep])
         for block, rows in zip(self.transformer.transformer_blocks, self.rows(timestep), strict=True):
             block.adaln_proj.rows = rows
@@ -161,7 +156,7 @@ class Tables:
         """What tables depend on beside the timestep: autocast, and the weights they are computed from."""
         modules = (self.transformer.time_embedder, *self.projections)
         weights = (weight for module in modules for weight in module.parameters() if not weight.is_inference())
-        return (*ambient(self.device), *((id(weight), weight._version) for weight in weights))
+        return (*autocast_state(self.device), *((id(weight), weight._version) for weight in weights))
 
     def rows(self, timestep: torch.Tensor) -> list[torch.Tensor]:
         """The tables of ``timestep``, one per block."""

@@ -8,15 +8,22 @@ from typing import Any
 
 from torch.nn.functional import rms_norm
 
-from h3opt.graph.matcher import Rule
 from h3opt.kernels import ops
-from h3opt.pass_api.base import GraphFacts, GraphPass, Mutant
-from h3opt.pass_api.examples import Decline, Draw, Example
-from h3opt.pass_api.guards import tables_line_up
+from h3opt.pass_api import (
+    Decline,
+    Draw,
+    Exact,
+    Example,
+    GraphFacts,
+    GraphPass,
+    Mutant,
+    Rule,
+    register,
+    with_replacement,
+    without_guards,
+)
+from h3opt.pass_api.guards import check_modulation
 from h3opt.pass_api.patterns import modulated_norm
-from h3opt.pass_api.promises import Exact
-from h3opt.pass_api.registry import register
-from h3opt.pass_api.testing import rewired, unguarded
 
 
 def fused_norm(x: Any, shape: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any) -> Any:
@@ -36,7 +43,7 @@ class NormModulate(GraphPass):
             Rule(
                 modulated_norm,
                 fused_norm,
-                guard=lambda match: tables_line_up(match, "x", "weight", "scale", "shift"),
+                guard=lambda match: check_modulation(match, "x", "weight", "scale", "shift"),
                 index_into={"index": "scale"},
             ),
         )
@@ -84,7 +91,7 @@ class NormModulate(GraphPass):
             return ops.norm_modulate(x, weight, scale, shift, index, 1e-3)
 
         return (
-            Mutant("scale and shift exchanged", rewired(self, tables_exchanged)),
-            Mutant("eps ignored", rewired(self, other_eps)),
-            Mutant("any dtype taken", unguarded(self)),
+            Mutant("scale and shift exchanged", with_replacement(self, tables_exchanged)),
+            Mutant("eps ignored", with_replacement(self, other_eps)),
+            Mutant("any dtype taken", without_guards(self)),
         )

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from h3opt.device import Device
-from h3opt.graph.matcher import Rule
 from h3opt.kernels import ops
 from h3opt.kernels.ops import attention
-from h3opt.pass_api.base import GraphFacts, GraphPass, Mutant, No, Yes
-from h3opt.pass_api.examples import Decline, Draw, Example
-from h3opt.pass_api.promises import Perceptual
-from h3opt.pass_api.registry import register
-from h3opt.pass_api.testing import rewired
-
-if TYPE_CHECKING:
-    from h3opt.graph.matcher import Match
-    from h3opt.pipeline.view import PipelineView
+from h3opt.pass_api import (
+    Decline,
+    Device,
+    Draw,
+    Example,
+    GraphFacts,
+    GraphPass,
+    Match,
+    Mutant,
+    Perceptual,
+    PipelineView,
+    Rule,
+    register,
+    with_replacement,
+)
 
 aten = torch.ops.aten
 WRITES_FP8 = ("cudnn", "triton")
@@ -64,8 +68,8 @@ class OutputQuantize(GraphPass):
         lpips=0.03, audio_snr_db=30.0, site_error=0.06, on_reference=Perceptual(lpips=0.00062, audio_snr_db=44.0)
     )
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
-        return Yes() if device.has_fp8 else No(f"{device.name} has no FP8; SM89 or newer does")
+    def applies(self, device: Device, view: PipelineView) -> str | None:
+        return None if device.has_fp8 else f"{device.name} has no FP8; SM89 or newer does"
 
     def rules(self) -> Sequence[Rule]:
         return (Rule(quantized_after, quantized_inside, backend_writes_fp8),)
@@ -105,7 +109,7 @@ class OutputQuantize(GraphPass):
             out = attention.fp8_attention_quantized(q, k, v, q_scale, k_scale, v_scale, backend)
             return out[0], out[1] * 2.0
 
-        return (Mutant("the scale is twice what the output was written with", rewired(self, scale_of_k)),)
+        return (Mutant("the scale is twice what the output was written with", with_replacement(self, scale_of_k)),)
 
 
 def _model(backend: str) -> Any:

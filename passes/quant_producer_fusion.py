@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import rms_norm
 
-from h3opt.device import Device
-from h3opt.graph.matcher import Match, Rule
 from h3opt.kernels import ops
-from h3opt.pass_api.base import GraphFacts, GraphPass, Mutant, No, Yes
-from h3opt.pass_api.examples import Decline, Draw, Example
-from h3opt.pass_api.guards import halves_of_channels, norm_is_wide, tables_line_up
+from h3opt.pass_api import (
+    Decline,
+    Device,
+    Draw,
+    Exact,
+    Example,
+    GraphFacts,
+    GraphPass,
+    Match,
+    Mutant,
+    PipelineView,
+    Rule,
+    register,
+    with_replacement,
+)
+from h3opt.pass_api.guards import check_modulation, check_swiglu_halves, check_wide_norm
 from h3opt.pass_api.patterns import modulated_norm, narrowed_norm, swiglu, widened_norm
-from h3opt.pass_api.promises import Exact
-from h3opt.pass_api.registry import register
-from h3opt.pass_api.testing import rewired
-
-if TYPE_CHECKING:
-    from h3opt.pipeline.view import PipelineView
 
 aten = torch.ops.aten
 
@@ -97,7 +102,7 @@ def fused_swiglu_quantize(x: Any) -> Any:
 
 
 def lines_up(match: Match) -> str | None:
-    return tables_line_up(match, "x", "weight", "scale", "shift")
+    return check_modulation(match, "x", "weight", "scale", "shift")
 
 
 @register
@@ -110,18 +115,18 @@ class QuantProducerFusion(GraphPass):
     builds_on = ("fp8_linear", "vae_fp8_linear")
     promise = Exact()
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
-        return Yes() if device.has_fp8 else No(f"{device.name} has no FP8; SM89 or newer does")
+    def applies(self, device: Device, view: PipelineView) -> str | None:
+        return None if device.has_fp8 else f"{device.name} has no FP8; SM89 or newer does"
 
     def rules(self) -> Sequence[Rule]:
         into = {"index": "scale"}
         return (
             Rule(norm_chain, norm_quantize, lines_up, into),
             Rule(fused_norm_chain, fused_norm_quantize, lines_up, into),
-            Rule(widened_chain, widened_quantize, norm_is_wide),
-            Rule(narrowed_chain, narrowed_quantize, norm_is_wide),
-            Rule(float32_chain, float32_quantize, norm_is_wide),
-            Rule(swiglu_chain, swiglu_quantize, halves_of_channels),
+            Rule(widened_chain, widened_quantize, check_wide_norm),
+            Rule(narrowed_chain, narrowed_quantize, check_wide_norm),
+            Rule(float32_chain, float32_quantize, check_wide_norm),
+            Rule(swiglu_chain, swiglu_quantize, check_swiglu_halves),
             Rule(fused_swiglu_chain, fused_swiglu_quantize),
         )
 
@@ -184,6 +189,6 @@ class QuantProducerFusion(GraphPass):
             return out[0], out[1]
 
         return (
-            Mutant("the scale is that of the input", rewired(self, scale_of_input)),
-            Mutant("the norm is left out", rewired(self, norm_skipped)),
+            Mutant("the scale is that of the input", with_replacement(self, scale_of_input)),
+            Mutant("the norm is left out", with_replacement(self, norm_skipped)),
         )

@@ -8,15 +8,22 @@ from typing import Any
 
 from torch.nn.functional import rms_norm
 
-from h3opt.graph.matcher import Match, Rule
 from h3opt.kernels import ops
-from h3opt.pass_api.base import GraphFacts, GraphPass, Mutant
-from h3opt.pass_api.examples import Decline, Draw, Example
-from h3opt.pass_api.guards import tables_line_up
+from h3opt.pass_api import (
+    Decline,
+    Draw,
+    Exact,
+    Example,
+    GraphFacts,
+    GraphPass,
+    Match,
+    Mutant,
+    Rule,
+    register,
+    with_replacement,
+)
+from h3opt.pass_api.guards import check_modulation
 from h3opt.pass_api.patterns import gated_residual, modulated_norm
-from h3opt.pass_api.promises import Exact
-from h3opt.pass_api.registry import register
-from h3opt.pass_api.testing import rewired
 
 
 def chain(residual: Any, y: Any, gate: Any, shape: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any):
@@ -51,7 +58,7 @@ def fold_to_quantized(residual: Any, y: Any, gate: Any, weight: Any, eps: Any, s
 
 
 def foldable(match: Match) -> str | None:
-    return tables_line_up(match, "residual", "y", "gate", "weight", "scale", "shift")
+    return check_modulation(match, "residual", "y", "gate", "weight", "scale", "shift")
 
 
 @register
@@ -129,8 +136,8 @@ class ResidualFold(GraphPass):
             return residual + 0.0, out[1]
 
         return (
-            Mutant("the gate is on the residual", rewired(self, gate_on_residual)),
-            Mutant("the next residual starts from the old sum", rewired(self, sum_not_handed_on)),
+            Mutant("the gate is on the residual", with_replacement(self, gate_on_residual)),
+            Mutant("the next residual starts from the old sum", with_replacement(self, sum_not_handed_on)),
         )
 
     @staticmethod

@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from h3opt.device import Device
-from h3opt.pass_api.base import Mutant, No, SchedulePass, Yes
-from h3opt.pass_api.promises import Rounding
-from h3opt.pass_api.registry import register
-from h3opt.pass_api.testing import LastFirst
+from h3opt.pass_api import Device, Mutant, PipelineView, ReversedMergeQueue, Rounding, SchedulePass, register
 from h3opt.pipeline.tiling.plan import TilePlan, memory_bytes, plan_decode
 from h3opt.pipeline.tiling.scheduler import schedule_tiles
-from h3opt.pipeline.tiling.strategies import Choices
-
-if TYPE_CHECKING:
-    from h3opt.pipeline.view import PipelineView
+from h3opt.pipeline.tiling.strategies import TileOptions
 
 
 @register
@@ -31,8 +23,8 @@ class TileBatch(SchedulePass):
     Options:
         max_tiles: most tiles in one call of the decoder or encoder.
         memory_budget: what a decode may add to weights and latents at its peak, its result included: bytes or a text
-            such as ``"2GiB"``. Batches are made to fit; an estimate, see :mod:`h3opt.pipeline.tiling.plan`. A budget that
-            one tile at a time does not fit into is a ``MemoryBudgetError`` when the size of the video is known.
+            such as ``"2GiB"``. Batches are made to fit; an estimate, see :mod:`h3opt.pipeline.tiling.plan`. A budget
+            that one tile at a time does not fit into is a ``MemoryBudgetError`` when the size of the video is known.
     """
 
     max_tiles: int = 8
@@ -50,8 +42,8 @@ class TileBatch(SchedulePass):
             raise ValueError(f"max_tiles must be a whole number of at least 1, got {self.max_tiles!r}")
         memory_bytes(self.memory_budget)
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
-        return Yes() if view.vae is not None else No("there is no video VAE")
+    def applies(self, device: Device, view: PipelineView) -> str | None:
+        return None if view.vae is not None else "there is no video VAE"
 
     def expect(self, view: PipelineView) -> int:
         return 1
@@ -60,9 +52,9 @@ class TileBatch(SchedulePass):
         schedule_tiles(view.vae, self.choices(), undo)
         return 1
 
-    def choices(self) -> Choices:
+    def choices(self) -> TileOptions:
         """What this pass asks of the tile scheduler."""
-        return Choices(max_tiles=self.max_tiles, memory_budget=memory_bytes(self.memory_budget))
+        return TileOptions(max_tiles=self.max_tiles, memory_budget=memory_bytes(self.memory_budget))
 
     def plan(self, view: PipelineView, latents: tuple[int, int, int]) -> TilePlan:
         return plan_decode(view.vae, (1, view.vae.config.latent_channels, *latents), [self.choices()])
@@ -73,5 +65,5 @@ class TileBatch(SchedulePass):
 
 @dataclass(frozen=True)
 class _LastFirst(TileBatch):
-    def choices(self) -> Choices:
-        return replace(super().choices(), lane=LastFirst())
+    def choices(self) -> TileOptions:
+        return replace(super().choices(), lane=ReversedMergeQueue())

@@ -6,20 +6,14 @@ import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from h3opt.device import Device
-from h3opt.pass_api.base import Mutant, No, SchedulePass, Yes
-from h3opt.pass_api.promises import Perceptual
-from h3opt.pass_api.registry import register
+from h3opt.pass_api import Device, Mutant, Perceptual, PipelineView, SchedulePass, register
 from h3opt.pipeline.tiling.plan import TilePlan, plan_decode
 from h3opt.pipeline.tiling.scheduler import schedule_tiles
-from h3opt.pipeline.tiling.strategies import Blends, Choices
-
-if TYPE_CHECKING:
-    from h3opt.pipeline.view import PipelineView
+from h3opt.pipeline.tiling.strategies import Blender, TileOptions
 
 STEP = 16
 """Pixels of a latent: tiles begin and end on whole latents."""
@@ -52,10 +46,10 @@ class TileGeometry(SchedulePass):
     def __post_init__(self) -> None:
         parse_tile(self.tile)
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
+    def applies(self, device: Device, view: PipelineView) -> str | None:
         if view.vae is None:
-            return No("there is no video VAE")
-        return Yes() if view.vae.use_tiling else No("tiling is off; vae.enable_tiling() turns it on")
+            return "there is no video VAE"
+        return None if view.vae.use_tiling else "tiling is off; vae.enable_tiling() turns it on"
 
     def expect(self, view: PipelineView) -> int:
         return 1
@@ -64,14 +58,14 @@ class TileGeometry(SchedulePass):
         schedule_tiles(view.vae, self.choices(), undo)
         return 1
 
-    def choices(self) -> Choices:
+    def choices(self) -> TileOptions:
         """What this pass asks of the tile scheduler."""
-        return Choices(tile=parse_tile(self.tile))
+        return TileOptions(tile=parse_tile(self.tile))
 
     def plan(self, view: PipelineView, latents: tuple[int, int, int]) -> TilePlan:
         return plan_decode(view.vae, (1, view.vae.config.latent_channels, *latents), [self.choices()])
 
-    def trial(self) -> TileGeometry:
+    def test_instance(self) -> TileGeometry:
         return replace(self, tile="64x64x16")
 
     def mutants(self) -> Sequence[Mutant]:
@@ -95,15 +89,15 @@ def parse_tile(text: str) -> tuple[int, int, int]:
     return height, width, overlap
 
 
-class _Flipped(Blends):
+class _Flipped(Blender):
     def own(self, tile: torch.Tensor) -> torch.Tensor:
         return tile.flip(-2)
 
 
 @dataclass(frozen=True)
 class _UpsideDown(TileGeometry):
-    def choices(self) -> Choices:
-        def blends(vae: Any) -> Blends:
+    def choices(self) -> TileOptions:
+        def blends(vae: Any) -> Blender:
             return _Flipped(vae)
 
         return replace(super().choices(), blends=blends)

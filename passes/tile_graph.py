@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from h3opt.device import Device
-from h3opt.pass_api.base import Mutant, No, SchedulePass, Yes
-from h3opt.pass_api.promises import Exact
-from h3opt.pass_api.registry import register
-from h3opt.pipeline.tiling.cuda_graphs import Model, Replayed
+from h3opt.pass_api import Device, Exact, Mutant, PipelineView, SchedulePass, register
+from h3opt.pipeline.tiling.cuda_graphs import CudaGraphRunner, Model
 from h3opt.pipeline.tiling.scheduler import schedule_tiles
-from h3opt.pipeline.tiling.strategies import Choices
-
-if TYPE_CHECKING:
-    from h3opt.pipeline.view import PipelineView
+from h3opt.pipeline.tiling.strategies import TileOptions
 
 
 @register
@@ -39,8 +33,8 @@ class TileGraph(SchedulePass):
         "A recording's result is copied out before the next replay.",
     )
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
-        return Yes() if view.vae is not None else No("there is no video VAE")
+    def applies(self, device: Device, view: PipelineView) -> str | None:
+        return None if view.vae is not None else "there is no video VAE"
 
     def expect(self, view: PipelineView) -> int:
         return 1
@@ -48,18 +42,18 @@ class TileGraph(SchedulePass):
     def install(self, view: PipelineView, undo: ExitStack) -> int:
         calls = self.calls(view.vae)
         undo.callback(calls.forget)
-        schedule_tiles(view.vae, Choices(calls=calls), undo)
+        schedule_tiles(view.vae, TileOptions(calls=calls), undo)
         return 1
 
-    def calls(self, vae: Any) -> Replayed:
+    def calls(self, vae: Any) -> CudaGraphRunner:
         """How the decoder is run."""
-        return Replayed(vae)
+        return CudaGraphRunner(vae)
 
     def mutants(self) -> Sequence[Mutant]:
         return (Mutant("a replay sees the tiles of the recording", _Stuck()),)
 
 
-class _FirstTiles(Replayed):
+class _FirstTiles(CudaGraphRunner):
     def run(self, model: Model, tiles: torch.Tensor, what: str) -> torch.Tensor:
         recording = self.known.get((tiles.shape, tiles.dtype, tiles.device))
         return super().run(model, tiles if recording is None else recording.given.clone(), what)
@@ -67,5 +61,5 @@ class _FirstTiles(Replayed):
 
 @dataclass(frozen=True)
 class _Stuck(TileGraph):
-    def calls(self, vae: Any) -> Replayed:
+    def calls(self, vae: Any) -> CudaGraphRunner:
         return _FirstTiles(vae)

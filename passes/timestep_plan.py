@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
-from h3opt.device import Device
-from h3opt.pass_api.base import Mutant, No, SchedulePass, Yes
-from h3opt.pass_api.promises import Exact
-from h3opt.pass_api.registry import register
-
-if TYPE_CHECKING:
-    from h3opt.pipeline.view import PipelineView
+from h3opt.pass_api import Device, Exact, Mutant, PipelineView, SchedulePass, register
 
 STEP = "MiniMaxH3SetTimestepsStep"
 INDICES = ("video_indices", "audio_indices")
@@ -39,8 +33,8 @@ class TimestepPlan(SchedulePass):
         "All of the plan is on its way to the device before anything that reads it is launched on the same stream.",
     )
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
-        return Yes() if view.steps(STEP) else No(f"there is no pipeline with a {STEP}, so there is no plan")
+    def applies(self, device: Device, view: PipelineView) -> str | None:
+        return None if view.steps(STEP) else f"there is no pipeline with a {STEP}, so there is no plan"
 
     def expect(self, view: PipelineView) -> int:
         """One per denoising loop: each needs a schedule."""

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from h3opt.device import Device
-from h3opt.pass_api.base import Mutant, No, Yes
-from h3opt.pass_api.fp8 import FP8BlocksPass, FP8Linear
-from h3opt.pass_api.promises import Perceptual
-from h3opt.pass_api.registry import register
-
-if TYPE_CHECKING:
-    from h3opt.pipeline.view import PipelineView
+from h3opt.pass_api import Device, FP8BlocksPass, FP8Linear, Mutant, Perceptual, PipelineView, register
 
 
 @register
@@ -34,10 +26,10 @@ class VAEFP8Linear(FP8BlocksPass):
     # Tiny pipeline, 3 steps: the pass LPIPS 0.00003, its mutant (scales off by two) 0.076.
     promise = Perceptual(lpips=0.05, on_reference=Perceptual(lpips=0.00025))
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
+    def applies(self, device: Device, view: PipelineView) -> str | None:
         if view.vae is None:
-            return No("there is no video VAE")
-        return Yes() if device.has_fp8 else No(f"{device.name} has no FP8; SM89 or newer does")
+            return "there is no video VAE"
+        return None if device.has_fp8 else f"{device.name} has no FP8; SM89 or newer does"
 
     def blocks(self, view: PipelineView) -> Sequence[torch.nn.Module]:
         return view.vae.decoder.transformer_blocks if view.vae is not None else []

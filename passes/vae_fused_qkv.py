@@ -9,15 +9,23 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm
 
-from h3opt.graph.matcher import Match, Rule
 from h3opt.kernels import ops
-from h3opt.pass_api.base import GraphFacts, GraphPass, Mutant
-from h3opt.pass_api.examples import Decline, Draw, Example, norm_and_turn
-from h3opt.pass_api.guards import turn_lines_up
-from h3opt.pass_api.patterns import turn
-from h3opt.pass_api.promises import Exact
-from h3opt.pass_api.registry import register
-from h3opt.pass_api.testing import rewired
+from h3opt.pass_api import (
+    Decline,
+    Draw,
+    Exact,
+    Example,
+    GraphFacts,
+    GraphPass,
+    Match,
+    Mutant,
+    Rule,
+    norm_and_rotate,
+    register,
+    with_replacement,
+)
+from h3opt.pass_api.guards import check_rope
+from h3opt.pass_api.patterns import rotate_half
 
 aten = torch.ops.aten
 
@@ -27,7 +35,7 @@ def widened(
 ) -> Any:
     """In 16 bits: the decoder norms in float32 and rounds to its own dtype before it turns."""
     normed = aten.to.dtype(aten.rms_norm(aten.to.dtype(x, wide), shape, None, eps), own)
-    return turn(normed, cos, sin, dim, half, rotary, end)
+    return rotate_half(normed, cos, sin, dim, half, rotary, end)
 
 
 def fused_widened(
@@ -38,7 +46,7 @@ def fused_widened(
 
 def single(x: Any, shape: Any, eps: Any, cos: Any, sin: Any, dim: Any, half: Any, rotary: Any, end: Any) -> Any:
     """In float32 there is nothing to cast."""
-    return turn(aten.rms_norm(x, shape, None, eps), cos, sin, dim, half, rotary, end)
+    return rotate_half(aten.rms_norm(x, shape, None, eps), cos, sin, dim, half, rotary, end)
 
 
 def fused_single(x: Any, shape: Any, eps: Any, cos: Any, sin: Any, dim: Any, half: Any, rotary: Any, end: Any) -> Any:
@@ -47,7 +55,7 @@ def fused_single(x: Any, shape: Any, eps: Any, cos: Any, sin: Any, dim: Any, hal
 
 def lines_up(match: Match) -> str | None:
     """Why a site is not the decoder's: other shapes, or casts that are not those around a float32 norm."""
-    if (reason := turn_lines_up(match, per_sample=True)) is not None:
+    if (reason := check_rope(match, per_sample=True)) is not None:
         return reason
     dtypes = match.dtypes("x", "cos", "sin")
     if len(dtypes) != 1:
@@ -80,7 +88,7 @@ class VAEFusedQKV(GraphPass):
 
     def declines(self) -> Sequence[Decline]:
         def weighted(draw: Draw) -> Example:
-            return Example(norm_and_turn, draw.rotary())
+            return Example(norm_and_rotate, draw.rotary())
 
         def normed_in_sixteen_bits(draw: Draw) -> Example:
             def model(x, cos, sin):
@@ -113,12 +121,14 @@ class VAEFusedQKV(GraphPass):
             return ops.unweighted_norm_rope(x, aten.squeeze.dim(cos, 2), aten.neg(aten.squeeze.dim(sin, 2)), eps)
 
         def not_rounded_between(x, shape, eps, cos, sin, dim, half, rotary, end, wide, own):
-            turned = turn(aten.rms_norm(aten.to.dtype(x, wide), shape, None, eps), cos, sin, dim, half, rotary, end)
+            turned = rotate_half(
+                aten.rms_norm(aten.to.dtype(x, wide), shape, None, eps), cos, sin, dim, half, rotary, end
+            )
             return aten.to.dtype(turned, own)
 
         return (
-            Mutant("turned backwards", rewired(self, backwards, rule=1)),
-            Mutant("the rotation reads what the norm has not rounded", rewired(self, not_rounded_between)),
+            Mutant("turned backwards", with_replacement(self, backwards, rule=1)),
+            Mutant("the rotation reads what the norm has not rounded", with_replacement(self, not_rounded_between)),
         )
 
 

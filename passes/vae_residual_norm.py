@@ -9,15 +9,22 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm
 
-from h3opt.graph.matcher import Match, Rule
 from h3opt.kernels import ops
-from h3opt.pass_api.base import GraphFacts, GraphPass, Mutant
-from h3opt.pass_api.examples import Decline, Draw, Example
-from h3opt.pass_api.guards import norm_is_wide, not_contiguous
+from h3opt.pass_api import (
+    Decline,
+    Draw,
+    Exact,
+    Example,
+    GraphFacts,
+    GraphPass,
+    Match,
+    Mutant,
+    Rule,
+    register,
+    with_replacement,
+)
+from h3opt.pass_api.guards import check_contiguous, check_wide_norm
 from h3opt.pass_api.patterns import narrowed_norm, widened_norm
-from h3opt.pass_api.promises import Exact
-from h3opt.pass_api.registry import register
-from h3opt.pass_api.testing import rewired
 
 aten = torch.ops.aten
 _SIXTEEN_OR_32_BITS = {torch.float32, torch.bfloat16, torch.float16}
@@ -79,11 +86,11 @@ def layer_scaled(match: Match) -> str | None:
         return f"the addend is scaled by {list(scale.shape)}, not by one number per channel"
     if scale.dtype != torch.float32 or not match.dtypes("residual", "y") <= _SIXTEEN_OR_32_BITS:
         return f"{residual.dtype} + {y.dtype} · {scale.dtype} is not a sum in float32"
-    return not_contiguous(match)
+    return check_contiguous(match)
 
 
 def foldable(match: Match) -> str | None:
-    return layer_scaled(match) or norm_is_wide(match)
+    return layer_scaled(match) or check_wide_norm(match)
 
 
 @register
@@ -103,8 +110,8 @@ class VAEResidualNorm(GraphPass):
             Rule(chain, fold, foldable),
             Rule(chain_in_float32, fold_in_float32, foldable),
             Rule(chain_to_quantized, fold_to_quantized, layer_scaled),
-            Rule(widened_norm, fused_widened, norm_is_wide),
-            Rule(narrowed_norm, fused_narrowed, norm_is_wide),
+            Rule(widened_norm, fused_widened, check_wide_norm),
+            Rule(narrowed_norm, fused_narrowed, check_wide_norm),
             Rule(scaled_sum, fused_sum, layer_scaled),
         )
 
@@ -166,9 +173,9 @@ class VAEResidualNorm(GraphPass):
             return hidden, ops.wide_norm(aten.to.dtype(hidden, own), weight, eps, own)
 
         return (
-            Mutant("the scale is on the residual", rewired(self, scale_on_residual)),
-            Mutant("the next residual starts from the old sum", rewired(self, sum_not_handed_on, rule=1)),
-            Mutant("the norm reads the sum in 16 bits", rewired(self, rounded_before_the_norm)),
+            Mutant("the scale is on the residual", with_replacement(self, scale_on_residual)),
+            Mutant("the next residual starts from the old sum", with_replacement(self, sum_not_handed_on, rule=1)),
+            Mutant("the norm reads the sum in 16 bits", with_replacement(self, rounded_before_the_norm)),
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from h3opt.files import partial_of, whole_file, write_json
+from h3opt.files import atomic_write, temporary_sibling, write_json
 from h3opt.render.media import write_frame_strip, write_mp4
 from h3opt.verification.evidence import Evidence, read_evidence, write_evidence
 
@@ -61,7 +61,9 @@ def evidence(call: int) -> Evidence:
     )
 
 
-@pytest.mark.parametrize("stopped_in", ["h3opt.evidence.save_file", "pathlib.Path.write_text", "pathlib.Path.rename"])
+@pytest.mark.parametrize(
+    "stopped_in", ["h3opt.verification.evidence.save_file", "pathlib.Path.write_text", "pathlib.Path.rename"]
+)
 def test_interrupted_evidence_is_the_old_one(stopped_in, tmp_path, monkeypatch):
     write_evidence(tmp_path / "e", evidence(1))
     with monkeypatch.context() as patch:
@@ -81,7 +83,7 @@ def test_what_a_killed_run_left_is_removed_and_what_a_living_one_writes_is_not(t
     other = tmp_path / f".rx.html.{platform.node()}-{gone.pid}.partial"
     for path in (dead, alive, far, other):
         path.write_text("half")
-    with whole_file(tmp_path / "r*.html") as partial:
+    with atomic_write(tmp_path / "r*.html") as partial:
         partial.write_text("whole")
         assert partial.parent == tmp_path and partial.name.startswith(".")
     assert not dead.exists() and alive.exists() and far.exists() and other.exists()
@@ -89,7 +91,7 @@ def test_what_a_killed_run_left_is_removed_and_what_a_living_one_writes_is_not(t
 
 
 def test_a_partial_folder_goes_too(tmp_path):
-    with pytest.raises(KeyboardInterrupt), partial_of(tmp_path / "e") as partial:
+    with pytest.raises(KeyboardInterrupt), temporary_sibling(tmp_path / "e") as partial:
         (partial / "deep").mkdir(parents=True)
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []

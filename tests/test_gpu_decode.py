@@ -18,10 +18,10 @@ from h3opt.kernels.ops import attention
 from h3opt.metrics.bits import bits_equal, relative_error
 from h3opt.metrics.lpips import lpips_per_frame
 from h3opt.pass_api.registry import make_pass
-from h3opt.pipeline.hooks import around
+from h3opt.pipeline.hooks import wrap_calls
 from h3opt.pipeline.tiling.cuda_graphs import CudaRecording
 from h3opt.pipeline.tiling.plan import plan_decode
-from h3opt.pipeline.tiling.strategies import Blends, Choices
+from h3opt.pipeline.tiling.strategies import Blender, TileOptions
 from h3opt.pipeline.view import PipelineView
 from h3opt.reference import CANVASES, full_vae, tiny_call, tiny_pipeline
 
@@ -90,7 +90,7 @@ def delayed(vae: Any, cycles: tuple[int, int], seed: int) -> Iterator[set[int]]:
         return proceed(*args, **kwargs)
 
     def slow(method: Callable[..., Any]) -> Callable[..., Any]:
-        def slowed(self: Blends, tile: torch.Tensor) -> torch.Tensor:
+        def slowed(self: Blender, tile: torch.Tensor) -> torch.Tensor:
             streams.add(torch.cuda.current_stream().cuda_stream)
             sleep(cycles[1])
             return method(self, tile)
@@ -101,9 +101,9 @@ def delayed(vae: Any, cycles: tuple[int, int], seed: int) -> Iterator[set[int]]:
 
     with ExitStack() as undo, pytest.MonkeyPatch.context() as patch:
         if cycles[0]:
-            around(vae.decoder, slow_decoder, undo)
+            wrap_calls(vae.decoder, slow_decoder, undo)
         reused = ReusedBuffers.own
-        patch.setattr(Blends, "own", slow(Blends.own))
+        patch.setattr(Blender, "own", slow(Blender.own))
         patch.setattr(ReusedBuffers, "own", slow(reused))
         yield streams
 
@@ -162,7 +162,7 @@ def test_an_error_with_tiles_in_flight_surfaces_and_the_next_decode_is_right(fai
     with passes_on(vae, ["async_assembly"]):
         with ExitStack() as fault, delayed(vae, DELAYS["both"], seed=0):
             if failing == "decoder":
-                around(vae.decoder, fail, fault)
+                wrap_calls(vae.decoder, fail, fault)
             else:
                 vae._blend = fail
                 fault.callback(vae.__dict__.pop, "_blend")
@@ -351,7 +351,7 @@ def test_a_decode_stays_within_its_budget(
     tiles: int, graphed: list[str], released: Any, real_latents: torch.Tensor
 ) -> None:
     calls = make_pass("tile_graph").calls(released) if graphed else None  # type: ignore[attr-defined]
-    budget = plan_decode(released, real_latents.shape, [Choices(max_tiles=tiles, calls=calls)]).peak(tiles)
+    budget = plan_decode(released, real_latents.shape, [TileOptions(max_tiles=tiles, calls=calls)]).peak(tiles)
     passes = ["tile_batch", "async_assembly", *graphed]
     options = {"max_tiles": 8, "memory_budget": budget}
     with torch.no_grad():

@@ -11,7 +11,7 @@ import h3opt
 from h3opt.kernels import kernel_names
 from h3opt.metrics.audio import audio_snr_db
 from h3opt.metrics.bits import bits_equal
-from h3opt.pipeline.hooks import around
+from h3opt.pipeline.hooks import wrap_calls
 from h3opt.pipeline.view import PipelineView
 from h3opt.reference import tiny_call, tiny_pipeline
 
@@ -83,8 +83,8 @@ def call_without_syncs(pipe):
 
     with ExitStack() as undo:
         undo.callback(torch.cuda.set_sync_debug_mode, "default")
-        around(pipe.transformer, first_call, undo)
-        around(pipe.vae.decoder, first_tile, undo)
+        wrap_calls(pipe.transformer, first_call, undo)
+        wrap_calls(pipe.vae.decoder, first_tile, undo)
         out = tiny_call(pipe)
     assert tiles[0] == 2, "syncs raised until the first tile was there"
     return out
@@ -153,13 +153,13 @@ def test_whichever_stream_is_late_the_bits_are_the_same(pipe, slow, others):
         expected = tiny_call(pipe)
     with h3opt.optimize(pipe, passes=["audio_overlap", *others]), ExitStack() as undo:
         if slow == "latents":
-            around(pipe.transformer, late_result, undo)
+            wrap_calls(pipe.transformer, late_result, undo)
         elif slow == "audio":
-            around(pipe.audio_vae.decoder, late, undo)
+            wrap_calls(pipe.audio_vae.decoder, late, undo)
         elif slow == "audio result":
-            around(pipe.audio_vae.decoder, late_result, undo)
+            wrap_calls(pipe.audio_vae.decoder, late_result, undo)
         elif slow == "video":
-            around(pipe.vae.decoder, late, undo)
+            wrap_calls(pipe.vae.decoder, late, undo)
         for _ in range(3):
             found = tiny_call(pipe)
             # what comes after the audio step may write into memory that the audio decode has freed
@@ -179,8 +179,8 @@ def test_sound_decodes_on_a_stream_of_its_own(pipe):
         return call
 
     with h3opt.optimize(pipe, passes=["audio_overlap"]), ExitStack() as undo:
-        around(pipe.vae.decoder, note("video"), undo)
-        around(pipe.audio_vae.decoder, note("audio"), undo)
+        wrap_calls(pipe.vae.decoder, note("video"), undo)
+        wrap_calls(pipe.audio_vae.decoder, note("audio"), undo)
         tiny_call(pipe)
         assert list(streams) == ["audio", "video"]
         assert streams["video"] == torch.cuda.current_stream() != streams["audio"]
@@ -195,7 +195,7 @@ def test_a_decode_that_fails_in_flight_says_so_and_the_next_generation_is_right(
 
     with h3opt.optimize(pipe, passes=EXACT):
         with ExitStack() as undo:
-            around(getattr(pipe, component).decoder, fail, undo)
+            wrap_calls(getattr(pipe, component).decoder, fail, undo)
             with pytest.raises(FloatingPointError, match="in flight"):
                 tiny_call(pipe)
         assert_same(unmodified, tiny_call(pipe))

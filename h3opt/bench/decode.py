@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
-from h3opt.bench.harness import Arm, ArmTables, Enter, Progress, Visits, distance, sharing_weights
+from h3opt.bench.harness import Arm, ArmTables, BenchmarkRunner, Progress, SetUp, distance, sharing_weights
 from h3opt.bench.rates import copy_rate, gemm_rate
 from h3opt.compiler.optimize import prepare
 from h3opt.compiler.session import Session
@@ -25,7 +25,7 @@ from h3opt.device import Device
 from h3opt.errors import PipelineError, nearest
 from h3opt.metrics.audio import audio_snr_db
 from h3opt.metrics.lpips import LPIPS_MIN_SIZE, check_lpips, lpips_per_frame
-from h3opt.pass_api.base import FormatPass, GraphFacts, GraphPass, No, Pass, SchedulePass
+from h3opt.pass_api.base import FormatPass, GraphFacts, GraphPass, Pass, SchedulePass
 from h3opt.pass_api.ordering import strictest_first
 from h3opt.pipeline.tiling.plan import plan_decode
 from h3opt.pipeline.view import PipelineView
@@ -200,7 +200,7 @@ def bench_decode(
     check_lpips()
     groups = _by_group(asked, session)
     bench = _Decodes(session, inputs, decodes)
-    plan: list[tuple[DecodeArm, Enter]] = []
+    plan: list[tuple[DecodeArm, SetUp]] = []
     for decoded in (VIDEO, AUDIO):
         plan.append((DecodeArm(f"{decoded}: eager", decodes=decoded), partial(bench.plain, what=decoded)))
         if decoded == VIDEO:
@@ -242,7 +242,7 @@ def _by_group(passes: Sequence[Pass], session: Session) -> dict[str, list[Pass]]
 
 
 def _changes(one: Pass, part: PipelineView, session: Session, passes: Sequence[Pass]) -> bool:
-    if isinstance(one.applies(session.device, part), No):
+    if one.applies(session.device, part) is not None:
         return False
     if isinstance(one, (FormatPass, SchedulePass)):
         return one.expect(part) > 0
@@ -298,7 +298,7 @@ class _Decoded:
         return replace(self, video=video, audio=audio)
 
 
-class _Decodes(Visits[DecodeArm]):
+class _Decodes(BenchmarkRunner[DecodeArm]):
     def __init__(self, session: Session, inputs: Mapping[str, torch.Tensor], repeats: int) -> None:
         super().__init__(session, repeats)
         self.view = session.view

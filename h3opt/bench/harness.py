@@ -128,11 +128,11 @@ class ArmTables(ABC):
 AnyArm = TypeVar("AnyArm", bound=Arm)
 
 
-Enter = Callable[[ExitStack], Callable[[], Any]]
+SetUp = Callable[[ExitStack], Callable[[], Any]]
 """Puts an arm in place, says how to take it off, and returns what runs it once."""
 
 
-class Visits(abc.ABC, Generic[AnyArm]):
+class BenchmarkRunner(abc.ABC, Generic[AnyArm]):
     """Switches between arms, times them, and asks a profiler once for each.
 
     Args:
@@ -155,7 +155,7 @@ class Visits(abc.ABC, Generic[AnyArm]):
 
     def rounds(
         self,
-        plan: Sequence[tuple[AnyArm, Enter]],
+        plan: Sequence[tuple[AnyArm, SetUp]],
         rounds: int,
         progress: Progress | None,
         visited: Callable[[], None],
@@ -170,7 +170,7 @@ class Visits(abc.ABC, Generic[AnyArm]):
                         self.visit(arm, enter, first=visit == 0)
                     visited()
 
-    def visit(self, arm: AnyArm, enter: Enter, first: bool) -> None:
+    def visit(self, arm: AnyArm, enter: SetUp, first: bool) -> None:
         """Switch to an arm, check it on the first visit, time it, and switch back."""
         try:
             with ExitStack() as undo:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from h3opt.bench.harness import Arm, ArmTables, Progress, Visits, distance, sharing_weights
+from h3opt.bench.harness import Arm, ArmTables, BenchmarkRunner, Progress, distance, sharing_weights
 from h3opt.bench.peers import PEERS
 from h3opt.bench.rates import copy_rate, gemm_rate
 from h3opt.compiler.optimize import prepare
@@ -26,9 +26,9 @@ from h3opt.compiler.session import Session
 from h3opt.device import Device
 from h3opt.errors import DeviceError, PipelineError, nearest
 from h3opt.metrics.bits import relative_error
-from h3opt.pass_api.base import Pass, Yes
+from h3opt.pass_api.base import Pass
 from h3opt.pass_api.ordering import strictest_first
-from h3opt.pipeline.hooks import around
+from h3opt.pipeline.hooks import wrap_calls
 
 
 @dataclass
@@ -141,7 +141,7 @@ def bench_transformer(
     if device.type != "cuda":
         raise DeviceError("bench times GPU work. Move the transformer to a CUDA device.")
     session, asked = prepare(transformer, passes, profile)
-    applicable = [one for one in asked if isinstance(one.applies(session.device, session.view), Yes)]
+    applicable = [one for one in asked if one.applies(session.device, session.view) is None]
     exact, rounding, others = strictest_first(applicable)
     chosen = [*exact, *rounding, *others]
     bench = _Bench(transformer, inputs, session, forwards)
@@ -181,7 +181,7 @@ def bench_transformer(
     return result
 
 
-class _Bench(Visits[Arm]):
+class _Bench(BenchmarkRunner[Arm]):
     def __init__(self, transformer: Any, inputs: dict[str, Any], session: Session, forwards: int) -> None:
         super().__init__(session, forwards)
         self.transformer, self.inputs = transformer, inputs
@@ -254,7 +254,7 @@ def _first_delta(model: Any, forward: Callable[[], Any]) -> torch.Tensor:
         return out
 
     with ExitStack() as undo:
-        around(model.transformer_blocks[0], record, undo)
+        wrap_calls(model.transformer_blocks[0], record, undo)
         forward()
     return seen[0]
 

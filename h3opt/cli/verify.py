@@ -152,4 +152,4 @@ def _perceptual(tiny: bool) -> list[Pass]:
     from h3opt.pass_api.registry import list_passes, make_pass
 
     found = [make_pass(cls.name) for cls in list_passes() if isinstance(cls.promise, Perceptual)]
-    return [one.trial() for one in found] if tiny else found
+    return [one.test_instance() for one in found] if tiny else found

@@ -25,7 +25,7 @@ from h3opt.compiler.lowering import LoweredGraph
 from h3opt.errors import H3OptError, PipelineError
 from h3opt.graph.tracing import retrace
 from h3opt.pipeline.graph_calls import note_graph_call
-from h3opt.pipeline.hooks import around
+from h3opt.pipeline.hooks import wrap_calls
 from h3opt.pipeline.region import Region
 
 
@@ -78,7 +78,7 @@ class CapturedRegion:
             self._compiled[structure] = _own_code_object(self, planner)
         undo = ExitStack()
         for module in self.modules:
-            around(module, _Entry(self, module, self._compiled[structure], planner), undo, innermost=True)
+            wrap_calls(module, _Entry(self, module, self._compiled[structure], planner), undo, innermost=True)
         return undo.close
 
 

@@ -52,7 +52,7 @@ def describe(name: str) -> dict[str, Any]:
     """What :func:`explain` says, as JSON-ready types.
 
     ``rules`` holds the source text of each pattern, replacement and guard (``None`` without one), ``helpers`` that of
-    the functions these call in the pass's own file and in :mod:`h3opt.patterns`.
+    the functions these call in the pass's own file and in :mod:`h3opt.pass_api.patterns`.
 
     Raises:
         UnknownPassError: there is no such pass.
@@ -87,7 +87,10 @@ def explain_sites(pipe: Any, name: str, settings: GenerationSettings | None = No
     """
     one = make_pass(name)
     # by name it takes the profile's options; a trial says that these may not fit the canvas
-    tried: list[str | Pass] = [name if one.trial() == one else one.trial(), *_with_what_it_builds_on(name)[1:]]
+    tried: list[str | Pass] = [
+        name if one.test_instance() == one else one.test_instance(),
+        *_with_what_it_builds_on(name)[1:],
+    ]
     with optimize(pipe, passes=tried, on_shortfall="warn") as opt, ExitStack() as undo:
         PipelineView.of(pipe).hide_step_bars(undo)
         generate(pipe, settings or GenerationSettings(num_inference_steps=2))

@@ -69,7 +69,7 @@ def optimize(
         world_size=world_size,
         restorable=restorable,
     )
-    with displaced(session.view):
+    with temporarily_uninstalled(session.view):
         session.install(instances)
     return Optimized(session)
 
@@ -116,7 +116,7 @@ def prepare(
 
 
 @contextmanager
-def displaced(view: PipelineView, always_back: bool = False) -> Iterator[None]:
+def temporarily_uninstalled(view: PipelineView, always_back: bool = False) -> Iterator[None]:
     """Take off what is installed on these components, and put it back if the body fails (or in any case).
 
     Not where the body may have freed the weights that it would need: a note on the error says so.

@@ -20,10 +20,10 @@ from h3opt.compiler.lowering import GraphOutcome, LoweredGraph, Lowering
 from h3opt.compiler.report import PassReport, Report
 from h3opt.errors import H3OptError, PassFailedError, PipelineError
 from h3opt.kernels import kernel_names
-from h3opt.pass_api.base import FormatPass, GraphFacts, GraphPass, No, Pass, SchedulePass
+from h3opt.pass_api.base import FormatPass, GraphFacts, GraphPass, Pass, SchedulePass
 from h3opt.pass_api.ordering import in_order
 from h3opt.pass_api.promises import Exact
-from h3opt.pipeline.hooks import around
+from h3opt.pipeline.hooks import wrap_calls
 from h3opt.pipeline.view import PipelineView
 
 # By component. A session refers to its components, so holding it here would keep a dropped pipeline for ever.
@@ -67,12 +67,12 @@ class Session:
         try:
             self._regions = self._regions or [CapturedRegion(region) for region in self.view.regions()]
             if self.view.transformer is not None:
-                around(self.view.transformer, _OneThread(), self._undo_modules)
+                wrap_calls(self.view.transformer, _OneThread(), self._undo_modules)
             self._install_passes(passes)
             for region in self._regions:
                 self._undo_capture.callback(region.install(self))
             for module in self.view.modules if not self._regions else ():
-                around(module, _Holder(self), self._undo_capture, innermost=True)
+                wrap_calls(module, _Holder(self), self._undo_capture, innermost=True)
             self.installed = True
             for module in self.view.modules:
                 _active[module] = weakref.ref(self)
@@ -116,7 +116,7 @@ class Session:
 
     def applies(self, one: Pass) -> bool:
         """Whether a pass can run here."""
-        return not isinstance(one.applies(self.device, self.view), No)
+        return one.applies(self.device, self.view) is None
 
     @property
     def plan_key(self) -> Any:
@@ -217,9 +217,9 @@ class Session:
         self.passes = in_order(passes)
         self._declined, self._installed_sites = {}, {}
         for one in self.passes:
-            answer = one.applies(self.device, self.view)
-            if isinstance(answer, No):
-                self._declined[one.name] = answer.reason
+            reason = one.applies(self.device, self.view)
+            if reason is not None:
+                self._declined[one.name] = reason
         for one in self._applicable():
             if isinstance(one, (FormatPass, SchedulePass)):
                 expected = one.expect(self.view)

@@ -38,7 +38,7 @@ def canonicalize(module: GraphModule) -> GraphModule:
     if mutating_node(module) is None:
         for node in list(module.graph.nodes):
             if node.op == "call_function":
-                spell(node)
+                normalize(node)
                 _drop_if_idle(node)
         for node in list(module.graph.nodes):
             if node.op == "call_function":
@@ -49,12 +49,12 @@ def canonicalize(module: GraphModule) -> GraphModule:
     return module
 
 
-def spell(node: Node) -> None:
+def normalize(node: Node) -> None:
     """Give an operator its one name and its arguments their one form."""
     if "val" not in node.meta or value(node) is not None:  # a pattern, or tensors: sizes keep Python's operators
         node.target = _PYTHON_OPERATORS.get(node.target, node.target)  # type: ignore[arg-type]
     node.target = _SAME_MEANING.get(node.target, node.target)  # type: ignore[arg-type]
-    _spell_arguments(node)
+    _normalize_arguments(node)
     source = value(node.args[0]) if node.args else None
     if node.target is aten.transpose.int and source is not None:
         order = list(range(source.ndim))
@@ -66,7 +66,7 @@ def spell(node: Node) -> None:
         node.args = (node.args[0], int(node.args[1] if len(node.args) > 1 else 0) % joined.ndim)  # type: ignore[arg-type]
 
 
-def _spell_arguments(node: Node) -> None:
+def _normalize_arguments(node: Node) -> None:
     """Move keyword arguments to their positions and cut trailing ones that equal the schema's defaults."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from h3opt.errors import PassDefinitionError
-from h3opt.graph.canonicalize import spell
+from h3opt.graph.canonicalize import normalize
 from h3opt.graph.nodes import describe_site, value
 
 aten = torch.ops.aten
@@ -139,7 +139,7 @@ def traced(function: Callable[..., Any]) -> Traced:
     for node in graph.nodes:
         if node.op == "call_function":
             _resolve_overload(node, name)
-            spell(node)
+            normalize(node)
         elif node.op not in ("placeholder", "output"):
             raise PassDefinitionError(
                 f"{name} uses {node.target!r} as a {node.op.replace('_', ' ')}. Write "

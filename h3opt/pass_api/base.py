@@ -31,18 +31,6 @@ if TYPE_CHECKING:
     from h3opt.pipeline.view import PipelineView
 
 
-@dataclass(frozen=True)
-class Yes:
-    """The pass can run here."""
-
-
-@dataclass(frozen=True)
-class No:
-    """The pass cannot run here; ``reason`` goes into the report."""
-
-    reason: str
-
-
 class Plan(Protocol):
     """What ``h3opt explain`` prints of a pass that cuts work into pieces; ``str`` gives its lines."""
 
@@ -105,15 +93,15 @@ class Pass(abc.ABC):
     builds_on: ClassVar[tuple[str, ...]] = ()
     conflicts: ClassVar[tuple[str, ...]] = ()
 
-    def applies(self, device: Device, view: PipelineView) -> Yes | No:
-        """Whether the pass can run on this device and pipeline; a ``No`` is shown in the report."""
-        return Yes()
+    def applies(self, device: Device, view: PipelineView) -> str | None:
+        """Return why the pass cannot run on this device and pipeline, as the report shows it; ``None`` if it can."""
+        return None
 
     @abc.abstractmethod
     def mutants(self) -> Sequence[Mutant]:
         """Wrong versions of this pass, at least one."""
 
-    def trial(self) -> Pass:
+    def test_instance(self) -> Pass:
         """This pass as the generic tests install it on the tiny pipeline, where its defaults may not fit the canvas."""
         return self
 

@@ -102,7 +102,7 @@ class Draw:
         )
 
 
-def norm_and_turn(x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def norm_and_rotate(x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """RMSNorm of each head and rotary embedding of what :meth:`Draw.rotary` draws, as MiniMax-H3 spells them."""
     rotary = cos.shape[-1]
     normed = rms_norm(x, (x.shape[-1],), weight, 1e-5)

@@ -10,7 +10,7 @@ from h3opt.graph.nodes import value
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 
-def tables_line_up(match: Match, *per_token: str) -> str | None:
+def check_modulation(match: Match, *per_token: str) -> str | None:
     """Why a modulation cannot be fused: mixed dtypes, a norm over more than channels, an index that broadcasts.
 
     Args:
@@ -25,7 +25,7 @@ def tables_line_up(match: Match, *per_token: str) -> str | None:
         return f"{', '.join(per_token)} have different dtypes: {sorted(map(str, match.dtypes(*per_token)))}"
     if not next(iter(match.dtypes(*per_token))).is_floating_point:
         return f"{per_token[0]} is not real floating point"
-    if (reason := not_contiguous(match)) is not None:
+    if (reason := check_contiguous(match)) is not None:
         return reason
     x, index = match.tensor(per_token[0]), match.tensor("index")
     if x is None or index is None or x.ndim < 2 or index.ndim != 1:
@@ -45,7 +45,7 @@ def tables_line_up(match: Match, *per_token: str) -> str | None:
     return None
 
 
-def norm_is_wide(match: Match) -> str | None:
+def check_wide_norm(match: Match) -> str | None:
     """Why a norm is not a float32 one over channels, with a weight and a contiguous result.
 
     ``match`` binds ``x`` (unless the norm reads what is computed inside the pattern), ``shape``, ``weight`` and, where
@@ -62,17 +62,17 @@ def norm_is_wide(match: Match) -> str | None:
         return f"the norm is computed in {wide if 'wide' in match.bound else next(iter(dtypes), None)}, not in float32"
     if not dtypes <= _FLOATS or match.bound.get("own", torch.float32) not in _FLOATS:
         return f"x is {next(iter(dtypes))} and its norm is rounded to {match.bound.get('own')}"
-    return not_contiguous(match)
+    return check_contiguous(match)
 
 
-def not_contiguous(match: Match) -> str | None:
+def check_contiguous(match: Match) -> str | None:
     """Why a kernel's contiguous result would be another layout than the model's."""
     if any(out is not None and not out.is_contiguous() for out in map(value, match.outputs)):
         return "its result is not contiguous, as a kernel's is, and who reads it may sum in the order of memory"
     return None
 
 
-def halves_of_channels(match: Match) -> str | None:
+def check_swiglu_halves(match: Match) -> str | None:
     """Why a product of two slices is not a SwiGLU: not the last dimension, or not its two halves."""
     x = match.tensor("x")
     if x is None or match.literal("dim") != x.ndim - 1:
@@ -84,17 +84,17 @@ def halves_of_channels(match: Match) -> str | None:
     return None
 
 
-def heads_line_up(match: Match) -> str | None:
+def check_head_norm_rope(match: Match) -> str | None:
     """Why a site is not a per-head norm and rope: other dimensions, other halves, mixed dtypes."""
     if match.tensor("weight") is None:
         return "the norm has no weight"
-    reason = turn_lines_up(match)
+    reason = check_rope(match)
     if reason is None and len(match.dtypes("x", "weight", "cos", "sin")) != 1:
         reason = "heads, weight and angles have different dtypes"
     return reason
 
 
-def turn_lines_up(match: Match, per_sample: bool = False) -> str | None:
+def check_rope(match: Match, per_sample: bool = False) -> str | None:
     """Why norm, slices and angles do not fit heads; with ``per_sample``, angles may differ within the batch."""
     x, cos, sin = (match.tensor(name) for name in ("x", "cos", "sin"))
     if x is None or cos is None or sin is None or x.ndim != 4 or cos.ndim != 4:
@@ -110,7 +110,7 @@ def turn_lines_up(match: Match, per_sample: bool = False) -> str | None:
     return None
 
 
-def heads_attend(match: Match, *names: str) -> str | None:
+def check_attention(match: Match, *names: str) -> str | None:
     """Why a site is not attention of equal numbers of tokens and heads: ``names`` bind its Q, K and V."""
     tensors = [match.tensor(name) for name in names]
     if (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from h3opt.patterns import aten
+import torch
+
+aten = torch.ops.aten
 
 
 def modulated_norm(x: Any, shape: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any) -> Any:
@@ -37,10 +39,10 @@ def norm_rope(
     x: Any, shape: Any, weight: Any, eps: Any, cos: Any, sin: Any, dim: Any, half: Any, rotary: Any, end: Any
 ) -> Any:
     """RMSNorm over each head of ``[batch, tokens, heads, head_dim]``, then rotate-half of its first channels."""
-    return turn(aten.rms_norm(x, shape, weight, eps), cos, sin, dim, half, rotary, end)
+    return rotate_half(aten.rms_norm(x, shape, weight, eps), cos, sin, dim, half, rotary, end)
 
 
-def turn(normed: Any, cos: Any, sin: Any, dim: Any, half: Any, rotary: Any, end: Any) -> Any:
+def rotate_half(normed: Any, cos: Any, sin: Any, dim: Any, half: Any, rotary: Any, end: Any) -> Any:
     """Rotate-half of the first channels of each head."""
     turned, passed = aten.slice.Tensor(normed, dim, 0, rotary), aten.slice.Tensor(normed, dim, rotary, end)
     first, second = aten.slice.Tensor(turned, dim, 0, half), aten.slice.Tensor(turned, dim, half, rotary)

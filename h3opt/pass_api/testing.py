@@ -2,7 +2,7 @@
 
 Third-party passes use them the same way::
 
-    from h3opt.testing import Draw, check_pass
+    from h3opt.pass_api.testing import Draw, check_pass
     def test_my_pass():
         check_pass(MyPass())
 """
@@ -26,7 +26,7 @@ from h3opt.metrics.bits import bits_equal, relative_error, row_ulps
 from h3opt.pass_api.base import GraphPass
 from h3opt.pass_api.examples import Decline, Draw, Example
 from h3opt.pass_api.promises import Exact, Perceptual, Rounding
-from h3opt.pipeline.tiling.strategies import Lane
+from h3opt.pipeline.tiling.strategies import MergeQueue
 
 
 def semantic(example: Example) -> GraphModule:
@@ -64,7 +64,7 @@ def broken_promise(graph_pass: GraphPass, draw: Draw) -> str | None:
     return None
 
 
-def accepted(graph_pass: GraphPass, decline: Decline, draw: Draw) -> bool:
+def rewrites_decline(graph_pass: GraphPass, decline: Decline, draw: Draw) -> bool:
     """Whether a pass wrongly rewrites an example it must leave alone."""
     return rewrite(graph_pass, semantic(decline.build(draw)))[1].matched > 0
 
@@ -75,14 +75,14 @@ def fires_again(graph_pass: GraphPass, draw: Draw) -> bool:
     return rewrite(graph_pass, once)[1].matched > 0
 
 
-def rewired(original: GraphPass, replacement: Callable[..., Any], rule: int = 0) -> GraphPass:
+def with_replacement(original: GraphPass, replacement: Callable[..., Any], rule: int = 0) -> GraphPass:
     """A mutant of ``original`` whose rule number ``rule`` has another replacement."""
     rules = list(original.rules())
     rules[rule] = Rule(rules[rule].pattern, replacement, rules[rule].guard, rules[rule].index_into)
     return _with_rules(original, rules)
 
 
-def unguarded(original: GraphPass) -> GraphPass:
+def without_guards(original: GraphPass) -> GraphPass:
     """A mutant of ``original`` that takes every site its patterns find."""
     return _with_rules(original, [Rule(r.pattern, r.replacement, None, r.index_into) for r in original.rules()])
 
@@ -104,22 +104,22 @@ def check_pass(graph_pass: GraphPass, draws: Sequence[Draw] | None = None) -> No
         assert problem is None, f"{graph_pass.name} with {draw}: {problem}"
         assert not fires_again(graph_pass, draw), f"{graph_pass.name} fires on its own result"
     for decline in graph_pass.declines():
-        assert not accepted(graph_pass, decline, draws[0]), f"{graph_pass.name} must leave alone: {decline.why}"
+        assert not rewrites_decline(graph_pass, decline, draws[0]), f"{graph_pass.name} must leave alone: {decline.why}"
     assert graph_pass.mutants(), f"{graph_pass.name} has no mutant"
     for mutant in graph_pass.mutants():
-        assert survives(mutant.instance, draws) is False, f"the mutant lives: {mutant.why}"  # type: ignore[arg-type]
+        assert mutant_survives(mutant.instance, draws) is False, f"the mutant lives: {mutant.why}"  # type: ignore[arg-type]
 
 
-def survives(mutant: GraphPass, draws: Sequence[Draw]) -> bool:
+def mutant_survives(mutant: GraphPass, draws: Sequence[Draw]) -> bool:
     """Whether no check on ``draws`` tells a mutant from a right pass."""
     try:
         wrong = any(broken_promise(mutant, draw) or fires_again(mutant, draw) for draw in draws)
-        return not wrong and not any(accepted(mutant, decline, draws[0]) for decline in mutant.declines())
+        return not wrong and not any(rewrites_decline(mutant, decline, draws[0]) for decline in mutant.declines())
     except PassFailedError:  # the engine itself turned its graph down
         return False
 
 
-class LastFirst(Lane):
+class ReversedMergeQueue(MergeQueue):
     """For mutants of passes that schedule tiles: merging waits for the end and then goes backwards."""
 
     def __init__(self) -> None:

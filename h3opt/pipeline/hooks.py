@@ -17,7 +17,7 @@ Wrapper = Callable[..., Any]
 """Called as ``wrapper(proceed, *args, **kwargs)``; ``proceed(*args, **kwargs)`` goes on to the module."""
 
 
-def around(module: torch.nn.Module, wrapper: Wrapper, undo: ExitStack, innermost: bool = False) -> None:
+def wrap_calls(module: torch.nn.Module, wrapper: Wrapper, undo: ExitStack, innermost: bool = False) -> None:
     """Send calls of ``module`` through ``wrapper``, outside those already there (or inside them all).
 
     Args:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from h3opt.bench.harness import ArmTables
 from h3opt.errors import MissingDependencyError
-from h3opt.files import whole_file
+from h3opt.files import atomic_write
 
 _COLORS = {"attention": "#3b6ea5", "gemm": "#7aa974", "h3opt": "#d98c3f", "other": "#b0b0b0"}
 
@@ -43,5 +43,5 @@ def write_bench_chart(path: Path, bench: ArmTables) -> None:
     axes.set_title(bench.title, fontsize=10)
     axes.set_xlim(0, 1.12 * max((ms for _, ms in arms), default=1.0))
     figure.legend(loc="outside lower center", ncols=4, fontsize=8)
-    with whole_file(path) as partial:
+    with atomic_write(path) as partial:
         figure.savefig(partial, dpi=150, format="png")

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from h3opt.errors import MissingDependencyError, PipelineError
-from h3opt.files import whole_file
+from h3opt.files import atomic_write
 
 
 def write_mp4(
@@ -46,7 +46,7 @@ def write_mp4(
     samples = _stereo(audio)
 
     with (
-        whole_file(path, av.error.FFmpegError) as partial,
+        atomic_write(path, av.error.FFmpegError) as partial,
         av.open(str(partial), "w", format="mp4") as container,
     ):
         picture = container.add_stream("libx264", rate=fps, options={"crf": "12"})
@@ -119,7 +119,7 @@ def write_frame_strip(
         for column, image in enumerate(images):
             strip.paste(image, (gap + column * (image.width + gap), top + band))
         top += band + images[0].height + gap
-    with whole_file(path) as partial:
+    with atomic_write(path) as partial:
         strip.save(partial, format="PNG")
 
 

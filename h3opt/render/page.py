@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from h3opt.errors import MissingDependencyError, PipelineError
-from h3opt.files import try_file, whole_file
+from h3opt.files import atomic_write, check_writable
 from h3opt.metrics.bits import bits_equal
 from h3opt.metrics.lpips import lpips_per_frame
 from h3opt.metrics.video import frames_of
@@ -51,7 +51,7 @@ def check_page(path: Path) -> None:
     except OSError as error:
         raise PipelineError(f"{path.parent} cannot be made: {error.strerror}. Give another path.") from error
     if not path.is_dir():  # which has an error of its own
-        try_file(path)
+        check_writable(path)
 
 
 def write_report(path: Path, verdict: Verdict) -> None:
@@ -121,7 +121,7 @@ def write_blind(path: Path, verdict: Verdict) -> None:
 
 def _write(path: Path, template: str, values: dict[str, Any]) -> None:
     text = _template(template).render(values)
-    with whole_file(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from h3opt.compiler.optimize import displaced, optimize
+from h3opt.compiler.optimize import optimize, temporarily_uninstalled
 from h3opt.errors import PipelineError
 from h3opt.metrics.seams import seam_visibility
 from h3opt.pass_api.base import Pass
 from h3opt.pipeline.tiling.plan import TilePlan, plan_decode
 from h3opt.pipeline.view import PipelineView
-from h3opt.render.media import whole_file
+from h3opt.render.media import atomic_write
 
 Lines = tuple[list[int], list[int]]
 
@@ -66,7 +66,7 @@ class SeamPicture:
             self.unmodified[frame], self.candidate[frame], self.unmodified_borders, self.candidate_borders, self.name,
             self.seams,
         )  # fmt: skip
-        with whole_file(path) as partial:
+        with atomic_write(path) as partial:
             partial.write_bytes(png)
 
 
@@ -91,7 +91,7 @@ def seam_picture(pipe: Any, one: Pass, latents: torch.Tensor) -> SeamPicture:
         raise PipelineError(f"{one.name} cuts no video into tiles, so there is no seam to show. Try tile_geometry.")
     before = plan_decode(view.vae, latents.shape)
     clip = latents[:, :, : before.clips.sources[0][1]]
-    with torch.no_grad(), displaced(view, always_back=True):
+    with torch.no_grad(), temporarily_uninstalled(view, always_back=True):
         reference = _pixels(view, view.vae.decode(clip, return_dict=False)[0])
         with optimize(pipe, [one]):
             candidate = _pixels(view, view.vae.decode(clip, return_dict=False)[0])

@@ -26,10 +26,10 @@ from h3opt.errors import PipelineError
 from h3opt.graph.matcher import Match
 from h3opt.graph.rewriter import apply_rules
 from h3opt.metrics.bits import bits_equal
-from h3opt.pass_api.base import GraphFacts, GraphPass, Pass, Yes
+from h3opt.pass_api.base import GraphFacts, GraphPass, Pass
 from h3opt.pass_api.ordering import in_order
 from h3opt.pipeline.generation import GenerationSettings, generate
-from h3opt.pipeline.hooks import around
+from h3opt.pipeline.hooks import wrap_calls
 from h3opt.pipeline.view import PipelineView
 from h3opt.verification.evidence import Evidence, flatten, tensors_in, write_evidence
 from h3opt.verification.faults import Finding, find_head_faults
@@ -149,7 +149,7 @@ def call_submodules(
     recording = _Recording(wanted)
     with ExitStack() as undo, torch.no_grad():
         for one in in_order(passes):
-            if not isinstance(one, GraphPass) and isinstance(one.applies(view.device, view), Yes):
+            if not isinstance(one, GraphPass) and one.applies(view.device, view) is None:
                 one.install(view, undo)  # type: ignore[attr-defined]
         component, _, rest = path.partition(".")
         module = getattr(view, component).get_submodule(rest)
@@ -174,7 +174,7 @@ class _Recording:
         """Record every call of ``modules``."""
         self._counts = {}
         for path, module in modules.items():
-            around(module, self._watcher(path), undo)
+            wrap_calls(module, self._watcher(path), undo)
 
     def first_moved(self, before: _Recording) -> Call | None:
         """The first call, in the order they ended, that returned other bits than in ``before``.

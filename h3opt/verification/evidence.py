@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from h3opt.device import Device
 from h3opt.environment import versions
 from h3opt.errors import CheckpointError, DeviceError, PipelineError
-from h3opt.files import partial_of
+from h3opt.files import temporary_sibling
 from h3opt.metrics.bits import Comparison, bits_equal
 
 _INDEX, _TENSORS = "evidence.json", "tensors.safetensors"
@@ -93,7 +93,7 @@ def write_evidence(folder: Path, evidence: Evidence) -> None:
     }
     try:
         _check_replaceable(folder)
-        with partial_of(folder) as partial, partial_of(folder.with_name(f"{folder.name}.old")) as old:
+        with temporary_sibling(folder) as partial, temporary_sibling(folder.with_name(f"{folder.name}.old")) as old:
             partial.mkdir(parents=True)
             save_file({name: _plain(tensor) for name, tensor in tensors.items()}, partial / _TENSORS)
             (partial / _INDEX).write_text(json.dumps(index, indent=2, default=str) + "\n", encoding="utf-8")
@@ -193,15 +193,15 @@ def flatten(arguments: tuple[Any, ...]) -> tuple[dict[str, torch.Tensor], Any]:
     """(args, kwargs) → tensors by name, and the arguments as JSON with those names in their places."""
     tensors: dict[str, torch.Tensor] = {}
 
-    def spelled(value: Any, name: str) -> Any:
+    def encode(value: Any, name: str) -> Any:
         if isinstance(value, torch.Tensor):
             tensors[name] = value
             return {"tensor": name}
         if isinstance(value, (list, tuple)):
             kind = "tuple" if isinstance(value, tuple) else "list"
-            return {kind: [spelled(item, f"{name}.{number}") for number, item in enumerate(value)]}
+            return {kind: [encode(item, f"{name}.{number}") for number, item in enumerate(value)]}
         if isinstance(value, dict):
-            return {"dict": {key: spelled(item, f"{name}.{key}") for key, item in value.items()}}
+            return {"dict": {key: encode(item, f"{name}.{key}") for key, item in value.items()}}
         if isinstance(value, torch.dtype):
             return {"dtype": str(value).removeprefix("torch.")}
         if isinstance(value, float) and not math.isfinite(value):
@@ -211,11 +211,11 @@ def flatten(arguments: tuple[Any, ...]) -> tuple[dict[str, torch.Tensor], Any]:
         return {"unsaved": repr(value)}
 
     args, kwargs = arguments
-    return tensors, [spelled(list(args), "args"), spelled(dict(kwargs), "kwargs")]
+    return tensors, [encode(list(args), "args"), encode(dict(kwargs), "kwargs")]
 
 
-def _restored(spelled: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    args, kwargs = spelled
+def _restored(encode: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    args, kwargs = encode
 
     def value(found: Any) -> Any:
         if not isinstance(found, dict):

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from h3opt import _torch_private as private
 from h3opt.errors import PassOptionError, nearest
 from h3opt.pipeline.generation import GenerationSettings, Media
-from h3opt.pipeline.hooks import around
+from h3opt.pipeline.hooks import wrap_calls
 from h3opt.pipeline.region import Region
 from h3opt.pipeline.view import PipelineView
 from h3opt.verification.difference import Difference
@@ -192,7 +192,7 @@ def _measure(
 
     if name == "ulp":
         with ExitStack() as undo:
-            nudge_inputs(view, undo)
+            perturb_inputs(view, undo)
             return reference, generated("noise floor"), {}
     if name == "compile":
         media, facts = compiler.cold(generated)
@@ -255,14 +255,14 @@ class _CannotMeasure(Exception):
     """Why a floor cannot be measured here."""
 
 
-def nudge_inputs(view: PipelineView, undo: ExitStack) -> None:
+def perturb_inputs(view: PipelineView, undo: ExitStack) -> None:
     """Move what enters the transformer, and the video decoder, by one ulp of its blocks' dtype in every call."""
     for module in (view.transformer, getattr(view.vae, "decoder", None)):  # decoding rounds too
         if module is not None:
-            around(module, Nudge(next(iter(module.transformer_blocks.parameters())).dtype), undo)
+            wrap_calls(module, UlpPerturbation(next(iter(module.transformer_blocks.parameters())).dtype), undo)
 
 
-class Nudge:
+class UlpPerturbation:
     """Moves what enters the transformer, or the video decoder, by one ulp of its dtype in every call."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -343,7 +343,7 @@ def _compile(region: Region, undo: ExitStack) -> None:
         def entry(proceed: Any, *args: Any, module: torch.nn.Module = module, **kwargs: Any) -> Any:
             return compiled(module, args, kwargs)
 
-        around(module, entry, undo, innermost=True)
+        wrap_calls(module, entry, undo, innermost=True)
 
 
 def _compiled_already(module: torch.nn.Module) -> bool:
@@ -394,7 +394,7 @@ def _two_libraries(
         with ExitStack() as undo:
             for module in (view.transformer, getattr(view.vae, "decoder", None)):
                 if module is not None:
-                    around(module, library.around, undo)
+                    wrap_calls(module, library.around, undo)
             try:
                 media = generated(f"attention: {library.name}")
             except _Refused as why:
@@ -422,7 +422,7 @@ class _Library(TorchFunctionMode):
         self.backend, self.calls = backend, 0
         self.name = backend.name.lower().removesuffix("_attention")
 
-    def around(self, proceed: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrap_calls(self, proceed: Any, *args: Any, **kwargs: Any) -> Any:
         """Only inside a component of the pipeline: text encoders pass masks that few libraries take."""
         with self:
             return proceed(*args, **kwargs)

@@ -5,8 +5,8 @@ their order allows, and every generation is compared with the one before it: the
 added. Exact asks for equal bits, Rounding for a change no larger than the noise floor, Perceptual for LPIPS and audio
 SNR. Once all Exact passes that need no other are on, video and audio are compared with the unmodified pipeline, bit for
 bit. Clips with everything on are searched for faults (:mod:`h3opt.verification.faults`) that the unmodified ones do not
-have. When asked, each pass is also left out of the whole set and compared with it, or is on alone and compared with the unmodified
-pipeline.
+have. When asked, each pass is also left out of the whole set and compared with it, or is on alone and compared with the
+unmodified pipeline.
 
 The *noise floor* is how far the unmodified pipeline moves by itself when the noise it starts from, and what its video
 decoder reads, moves by one unit in the last place of their dtype. It is measured when a pass is on that may move bits,
@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from h3opt.compiler.optimize import displaced, prepare
+from h3opt.compiler.optimize import prepare, temporarily_uninstalled
 from h3opt.compiler.session import Session
 from h3opt.environment import environment
 from h3opt.errors import H3OptError, PipelineError
@@ -77,7 +77,8 @@ def verify(
         alone: also put each pass on by itself, and compare with the unmodified pipeline. One that builds on others has
             nothing to do alone.
         floors: what else the unmodified pipeline's own moves are measured by, of
-            :data:`h3opt.verification.noise_floors.FLOORS`. Rounding is judged by ``ulp``, which is measured, named or not, if a pass may move bits.
+            :data:`h3opt.verification.noise_floors.FLOORS`. Rounding is judged by ``ulp``, which is measured, named or
+            not, if a pass may move bits.
         evidence: where to save what moved first when a promise breaks, in a folder named after the pass; ``None`` not
             to look for it. See :mod:`h3opt.verification.bisection`.
         on_reference: the pipeline is :func:`h3opt.pipeline.generation.reference_pipeline`, for which Perceptual passes
@@ -103,7 +104,7 @@ def verify(
         check_lpips()  # minutes of work would end there
     if evidence is not None:
         check_folder(evidence, [one.name for one in chosen])
-    with displaced(session.view, always_back=True), ExitStack() as undo:
+    with temporarily_uninstalled(session.view, always_back=True), ExitStack() as undo:
         undo.callback(session.uninstall)
         if progress is not None:  # the caller shows progress of its own
             session.view.hide_step_bars(undo)

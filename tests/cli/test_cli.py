@@ -85,7 +85,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded or built")
 
-    # h3opt.demo is imported by now: it holds a reference of its own to reference_pipeline.
+    # h3opt.cli.demonstration is imported by now: it holds a reference of its own to reference_pipeline.
     monkeypatch.setattr(demo, "reference_pipeline", work)
     for place in ("generation.load_pipeline", "generation.reference_pipeline", "reference.tiny_pipeline",
                   "reference.full_transformer", "reference.full_audio_vae"):  # fmt: skip
@@ -427,7 +427,7 @@ def test_lpips_weights_that_cannot_be_used_are_named(
     file = tmp_path / "lpips.safetensors"
     if kept is not None:
         file.write_bytes(lpips._weights_path(None).read_bytes()[:kept])
-    monkeypatch.setattr(quality, "_weights_path", lambda weights: file)
+    monkeypatch.setattr(lpips, "_weights_path", lambda weights: file)
     message = refusal("verify", "--passes", "tile_batch", "--report", tmp_path / "r.html")
     assert str(file) in message and ("are missing" if kept is None else "cannot read the LPIPS weights") in message
     assert not (tmp_path / "r.html").exists()

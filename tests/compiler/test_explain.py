@@ -68,15 +68,15 @@ def test_the_text_has_promise_order_and_defaults(cls: Any) -> None:
 
 def test_what_pattern_and_guard_call_is_shown_once() -> None:
     helpers = describe("residual_fold")["helpers"]
-    assert set(helpers) >= {"gated_residual", "modulated_norm", "tables_line_up"}
+    assert set(helpers) >= {"gated_residual", "modulated_norm", "check_modulation"}
     text = explain("residual_fold")
-    assert text.count("def tables_line_up(") == text.count("def foldable(") == 1
+    assert text.count("def check_modulation(") == text.count("def foldable(") == 1
     assert "rule 2 of 3, guard\n  that of rule 1 of 3" in text
 
 
 def test_a_pattern_taken_from_the_shared_ones_is_not_its_own_helper() -> None:
     assert "modulated_norm" not in describe("norm_modulate")["helpers"]
-    assert "def tables_line_up(" in explain("norm_modulate")  # called by a lambda
+    assert "def check_modulation(" in explain("norm_modulate")  # called by a lambda
 
 
 def test_a_function_without_source_text_is_named() -> None:

@@ -25,7 +25,7 @@ from h3opt.pass_api.examples import Draw
 from h3opt.pass_api.ordering import in_order
 from h3opt.pass_api.promises import Exact, Perceptual, Rounding
 from h3opt.pass_api.registry import list_passes, make_pass
-from h3opt.pass_api.testing import rewired
+from h3opt.pass_api.testing import with_replacement
 
 aten = torch.ops.aten
 BLOCK = GraphFacts("transformer.block", {"transformer.block": 1})
@@ -59,7 +59,7 @@ def wrong_order() -> GraphPass:
         out = ops.norm_modulate(doubled, weight, scale, shift, index, eps)
         return out
 
-    return rewired(make_pass("norm_modulate"), replacement)  # type: ignore[arg-type]
+    return with_replacement(make_pass("norm_modulate"), replacement)  # type: ignore[arg-type]
 
 
 # --- passes added one by one -----------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_a_pass_that_raised_leaves_no_half_rewritten_graph():
     graph, _ = norm_graph(3)
     norm = make_pass("norm_modulate")
     rule = norm.rules()[0]
-    clumsy = rewired(norm, rule.replacement)
+    clumsy = with_replacement(norm, rule.replacement)
     object.__setattr__(clumsy, "rules", lambda: [Rule(rule.pattern, rule.replacement, third, rule.index_into)])
     lowering = Lowering(probe=False)
     with pytest.raises(PassFailedError):
@@ -278,7 +278,7 @@ def test_a_pass_whose_replacement_has_another_shape_stops_the_lowering():
     def summed(x, shape, weight, eps, scale, shift, index):
         return aten.sum.dim_IntList(ops.norm_modulate(x, weight, scale, shift, index, eps), [-1])
 
-    broken = rewired(make_pass("norm_modulate"), summed)
+    broken = with_replacement(make_pass("norm_modulate"), summed)
     graph, _ = norm_graph(2)
     with pytest.raises(PassFailedError, match="Add a guard to the rule, or mend the replacement"):
         Lowering(probe=False).run(graph, [broken], BLOCK)
@@ -424,6 +424,6 @@ def test_the_probe_asks_for_what_is_promised(promise, refused):
 
     found: list[Match] = []
     example = make_pass("norm_modulate").example(Draw())  # type: ignore[attr-defined]
-    rules = tuple(rewired(make_pass("norm_modulate"), slightly_off).rules())  # type: ignore[arg-type]
+    rules = tuple(with_replacement(make_pass("norm_modulate"), slightly_off).rules())  # type: ignore[arg-type]
     apply_rules(rules, trace(example.function, example.args), lambda match: found.append(match) or "seen")
     assert (probe(found[0], promise) is not None) is refused

@@ -31,10 +31,10 @@ from h3opt.errors import (
 )
 from h3opt.kernels import ops
 from h3opt.metrics.bits import bits_equal
-from h3opt.pass_api.base import No, SchedulePass
+from h3opt.pass_api.base import SchedulePass
 from h3opt.pass_api.promises import Exact
 from h3opt.pass_api.registry import make_pass
-from h3opt.pass_api.testing import rewired
+from h3opt.pass_api.testing import with_replacement
 from h3opt.pipeline.generation import GenerationSettings, Media, generate
 from h3opt.profiles.selection import load_profile
 
@@ -406,7 +406,7 @@ def test_a_pass_the_probe_refuses_is_declined_in_the_report_and_its_sites_stay_a
     def wrong(x, dim, middle, end):
         return aten.mul.Tensor(ops.swiglu(x), 1 + 2**-20)
 
-    with optimize(silent, [rewired(make_pass("fused_swiglu"), wrong)]) as opt:
+    with optimize(silent, [with_replacement(make_pass("fused_swiglu"), wrong)]) as opt:
         assert_same_media(reference, generate(silent, CLIP))
         entry = opt.report["fused_swiglu"]
     assert entry.state == "declined" and "elements different" in entry.declined
@@ -417,7 +417,7 @@ def test_without_the_probe_the_same_pass_moves_bits(silent, reference):
     def wrong(x, dim, middle, end):
         return aten.mul.Tensor(ops.swiglu(x), 1 + 2**-20)
 
-    with optimize(silent, [rewired(make_pass("fused_swiglu"), wrong)], probe=False) as opt:
+    with optimize(silent, [with_replacement(make_pass("fused_swiglu"), wrong)], probe=False) as opt:
         assert not bits_equal(reference.video, generate(silent, CLIP).video)
         assert opt.report["fused_swiglu"].counts == "9/9"
 
@@ -452,8 +452,8 @@ def test_a_pass_that_does_not_apply_is_declined_with_its_reason_and_changes_noth
     class Never(Marks):
         """Applies nowhere."""
 
-        def applies(self, device: Any, view: Any) -> No:
-            return No(f"{device.name} has no marker")
+        def applies(self, device: Any, view: Any) -> str:
+            return f"{device.name} has no marker"
 
     with optimize(silent, [Never()]) as opt:
         assert not hasattr(silent.transformer, "marked")

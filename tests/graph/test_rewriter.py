@@ -478,13 +478,13 @@ def test_sizes_stay_symbolic():
 
 
 def swiglu_rule() -> Rule:
-    from h3opt.pass_api.guards import halves_of_channels
+    from h3opt.pass_api.guards import check_swiglu_halves
     from h3opt.pass_api.patterns import swiglu
 
     def fused(x, dim, middle, end):
         return ops.swiglu(x)
 
-    return Rule(swiglu, fused, halves_of_channels)
+    return Rule(swiglu, fused, check_swiglu_halves)
 
 
 # --- patterns that cannot be traced ----------------------------------------------------------------------------

@@ -237,10 +237,12 @@ from dataclasses import dataclass
 
 import torch
 
-from h3opt.promises import Exact, Rounding
-from h3opt.protocol import Decline, Example, GraphPass, Mutant, Rule
-from h3opt.registry import register
-from h3opt.testing import rewired
+from h3opt.pass_api.promises import Exact, Rounding
+from h3opt.graph.matcher import Rule
+from h3opt.pass_api.base import GraphPass, Mutant
+from h3opt.pass_api.examples import Decline, Example
+from h3opt.pass_api.registry import register
+from h3opt.pass_api.testing import with_replacement
 
 aten = torch.ops.aten
 
@@ -275,7 +277,7 @@ class DoubleNegation(GraphPass):
         def negated(x):
             return aten.neg(x)
 
-        return (Mutant("one is left", rewired(self, negated)),)
+        return (Mutant("one is left", with_replacement(self, negated)),)
 '''
 
 USES_IT = """
@@ -283,15 +285,16 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch
 import h3opt
-from h3opt.registry import in_order, make_pass
-from h3opt.testing import check_pass
+from h3opt.pass_api.ordering import in_order
+from h3opt.pass_api.registry import make_pass
+from h3opt.pass_api.testing import check_pass
 
 assert "double_negation" in [cls.name for cls in h3opt.list_passes()]
 check_pass(make_pass("double_negation"))
 assert in_order([make_pass("double_negation"), make_pass("norm_modulate")])[1].name == "double_negation"
-from h3opt import session
-graphs, direct = [], session.EXECUTORS["direct"]
-session.EXECUTORS["direct"] = lambda graph, inputs: graphs.append(graph) or direct(graph, inputs)
+from h3opt.compiler import executors
+graphs, direct = [], executors.EXECUTORS["direct"]
+executors.EXECUTORS["direct"] = lambda graph, inputs: graphs.append(graph) or direct(graph, inputs)
 compiled = torch.compile(lambda x: -(-x) + 1.0, backend="h3opt", options={"passes": ["double_negation"]})
 with torch.no_grad():
     assert torch.equal(compiled(torch.arange(4.0)), torch.arange(4.0) + 1)

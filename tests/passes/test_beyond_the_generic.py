@@ -10,16 +10,16 @@ import h3opt
 from h3opt.kernels.ops import attention
 from h3opt.metrics.bits import bits_equal, relative_error
 from h3opt.pass_api.base import GraphFacts
-from h3opt.pass_api.examples import Draw, Example, norm_and_turn
+from h3opt.pass_api.examples import Draw, Example, norm_and_rotate
 from h3opt.pass_api.registry import make_pass
-from h3opt.pass_api.testing import check_pass, rewired, rewrite, semantic
+from h3opt.pass_api.testing import check_pass, rewrite, semantic, with_replacement
 from h3opt.passes import attention_backend
 from h3opt.reference import tiny_pipeline
 
 
 def cast_heads(draw: Draw) -> Example:
     def model(x, weight, cos, sin, scale):
-        return attention.quantize_heads(norm_and_turn(x, weight, cos, sin), scale)
+        return attention.quantize_heads(norm_and_rotate(x, weight, cos, sin), scale)
 
     return Example(model, (*draw.rotary(), torch.rand(draw.heads) * 100))
 
@@ -42,7 +42,7 @@ def test_a_fused_cast_with_another_scale_is_seen() -> None:
 
     example = cast_heads(Draw())
     graph = semantic(example)
-    wrong, found = rewrite(rewired(make_pass("fused_qk_cast"), doubled), graph)  # type: ignore[arg-type]
+    wrong, found = rewrite(with_replacement(make_pass("fused_qk_cast"), doubled), graph)  # type: ignore[arg-type]
     assert found.matched == 1
     assert not bits_equal(graph(*example.args), wrong(*example.args))
 

@@ -22,11 +22,11 @@ from h3opt.pass_api.registry import make_pass
 from h3opt.passes.async_assembly import SideStream
 from h3opt.passes.tile_geometry import parse_tile
 from h3opt.pipeline.generation import GenerationSettings, generate
-from h3opt.pipeline.hooks import around
-from h3opt.pipeline.tiling.cuda_graphs import CudaRecording, Recording, Replayed, Turns
+from h3opt.pipeline.hooks import wrap_calls
+from h3opt.pipeline.tiling.cuda_graphs import CudaGraphRunner, CudaRecording, Recording, SharedGraphStream
 from h3opt.pipeline.tiling.plan import plan_decode
 from h3opt.pipeline.tiling.scheduler import schedule_tiles
-from h3opt.pipeline.tiling.strategies import Choices
+from h3opt.pipeline.tiling.strategies import TileOptions
 from h3opt.pipeline.view import PipelineView
 from h3opt.reference.random_weights import cast_as_loaded, fill_random
 from h3opt.reference.tiny import VAE_CONFIG
@@ -242,7 +242,7 @@ def test_reused_buffers_compute_the_weights_once_however_long_the_video(vaes: Va
     assert blends([], 12) < blends([], 22), "the decoder itself computes them for every border"
 
 
-class Counted(Replayed):
+class Counted(CudaGraphRunner):
     """Says how often it recorded."""
 
     recorded = 0
@@ -256,7 +256,7 @@ class Counted(Replayed):
 def counting(vae: Any) -> Iterator[Counted]:
     with ExitStack() as undo:
         calls = Counted(vae)
-        schedule_tiles(vae, Choices(calls=calls), undo)
+        schedule_tiles(vae, TileOptions(calls=calls), undo)
         yield calls
 
 
@@ -336,7 +336,7 @@ def test_a_cuda_recording_is_of_the_device_of_its_tiles_and_waits_for_replays_on
     generator = SimpleNamespace(clone_state=lambda: "as it was", graphsafe_set_state=stream_log.append)
     monkeypatch.setattr(torch.cuda, "graph", recording)
     monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
-    turns, tiles = Turns(torch.device("cuda", 1)), torch.ones(2)
+    turns, tiles = SharedGraphStream(torch.device("cuda", 1)), torch.ones(2)
     made = CudaRecording(lambda tiles: tiles, tiles, 7, turns)
     assert made.replay(tiles * 3).tolist() == [3, 3]
     assert stream_log == ["record on side of cuda:1", "compute waits for end", "replay", "compute records end"]
@@ -373,7 +373,7 @@ def test_who_listens_to_the_decoder_hears_every_call(vaes: Vaes) -> None:
         hook = block.register_forward_hook(lambda *_: heard.append("hook"))
         decode(vae, z)
         hook.remove()
-        around(block, lambda proceed, *args, **kwargs: heard.append("wrapper") or proceed(*args, **kwargs), undo)
+        wrap_calls(block, lambda proceed, *args, **kwargs: heard.append("wrapper") or proceed(*args, **kwargs), undo)
         decode(vae, z)
         block._hf_hook = "offloads"
         undo.callback(delattr, block, "_hf_hook")
@@ -400,7 +400,7 @@ def test_with_gradients_nothing_is_recorded(vaes: Vaes) -> None:
 
 def test_what_recordings_keep_counts_towards_the_budget(vaes: Vaes) -> None:
     vae, shape = vaes.vaes[torch.float32], latents("tiled both ways", 12).shape
-    called, replayed = (plan_decode(vae, shape, [Choices(calls=calls)]) for calls in (None, Replayed(vae)))
+    called, replayed = (plan_decode(vae, shape, [TileOptions(calls=calls)]) for calls in (None, CudaGraphRunner(vae)))
     assert replayed.peak(3) - called.peak(3) == 2 * 3 * called.tile_bytes
 
 

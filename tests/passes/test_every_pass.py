@@ -27,11 +27,19 @@ from h3opt.pass_api.examples import Draw
 from h3opt.pass_api.ordering import in_order
 from h3opt.pass_api.promises import Exact, Perceptual, Rounding
 from h3opt.pass_api.registry import list_passes, make_pass
-from h3opt.pass_api.testing import accepted, broken_promise, check_pass, fires_again, rewrite, semantic, survives
+from h3opt.pass_api.testing import (
+    broken_promise,
+    check_pass,
+    fires_again,
+    mutant_survives,
+    rewrite,
+    rewrites_decline,
+    semantic,
+)
 from h3opt.pipeline.generation import GenerationSettings, Media, generate
-from h3opt.pipeline.hooks import around
+from h3opt.pipeline.hooks import wrap_calls
 from h3opt.verification.difference import Difference
-from h3opt.verification.noise_floors import Nudge
+from h3opt.verification.noise_floors import UlpPerturbation
 from h3opt.verification.verify import _holds
 
 aten = torch.ops.aten
@@ -148,7 +156,7 @@ def test_it_leaves_alone_what_differs_in_one_condition(name: str, number: int, d
     one = make_pass(name)
     assert isinstance(one, GraphPass)
     assert rewrite(one, semantic(one.example(draw)))[1].matched == 1, "the supported case fires with the same draw"
-    assert not accepted(one, one.declines()[number], draw)
+    assert not rewrites_decline(one, one.declines()[number], draw)
 
 
 @pytest.mark.parametrize(("name", "number"), declines_of(GRAPH))
@@ -162,7 +170,7 @@ def test_it_says_why_it_left_something_alone(name: str, number: int) -> None:
 @pytest.mark.parametrize(("name", "number"), mutants_of(GRAPH))
 def test_a_mutant_does_not_survive(name: str, number: int) -> None:
     mutant = make_pass(name).mutants()[number]
-    assert not survives(mutant.instance, FIXED), f"the mutant lives: {mutant.why}"  # type: ignore[arg-type]
+    assert not mutant_survives(mutant.instance, FIXED), f"the mutant lives: {mutant.why}"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", GRAPH)
@@ -355,7 +363,7 @@ class Stage:
 
 def noise_floor(unmodified: list[Media]) -> Difference:
     pipe = build()
-    around(pipe.transformer, Nudge(torch.float32), ExitStack())
+    wrap_calls(pipe.transformer, UlpPerturbation(torch.float32), ExitStack())
     return Difference.worst(map(Difference.between, unmodified, [generate(pipe, clip) for clip in CLIPS]))
 
 
@@ -373,7 +381,7 @@ def session_report(session: Session, name: str) -> Any:
 @pytest.mark.xdist_group("module passes")
 @pytest.mark.parametrize("name", MODULE)
 def test_installed_it_counts_what_it_expects_and_keeps_its_promise(stage: Stage, name: str) -> None:
-    one = make_pass(name).trial()
+    one = make_pass(name).test_instance()
     difference = stage.difference(one)
     entry = session_report(stage.session, name)
     assert entry.state == "on", entry.reason
@@ -387,7 +395,7 @@ def test_installed_it_counts_what_it_expects_and_keeps_its_promise(stage: Stage,
 @pytest.mark.parametrize("name", MODULE)
 def test_taken_back_the_pipeline_is_what_it_was(stage: Stage, name: str) -> None:
     stage.session.uninstall()
-    stage.session.change_passes([make_pass(name).trial()])
+    stage.session.change_passes([make_pass(name).test_instance()])
     assert differing(stage.before, fingerprint(stage.pipe)), "the pass changed something"
     stage.session.uninstall()
     assert differing(stage.before, fingerprint(stage.pipe)) == []

@@ -137,7 +137,7 @@ def test_bad_weights_are_named(tmp_path: Path, damage: str, monkeypatch: pytest.
         save_file({**state, name: state[name][:1].clone()}, path, metadata={"config": "{}"})
     with pytest.raises(WeightsError, match=r"(?s)trained_vae\.safetensors.*(Install the project again|train it anew)"):
         trained_pipeline(weights=tmp_path)
-    monkeypatch.setattr("h3opt.generation.trained_pipeline", lambda **_: trained_pipeline(weights=tmp_path))
+    monkeypatch.setattr("h3opt.pipeline.generation.trained_pipeline", lambda **_: trained_pipeline(weights=tmp_path))
     with pytest.raises(CheckpointError, match="trained_vae"):
         reference_pipeline(torch.float32)
 

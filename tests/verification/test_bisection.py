@@ -20,7 +20,7 @@ from h3opt.compiler.optimize import prepare
 from h3opt.errors import CheckpointError, DeviceError, PipelineError
 from h3opt.kernels import ops
 from h3opt.pass_api.registry import make_pass
-from h3opt.pass_api.testing import rewired
+from h3opt.pass_api.testing import with_replacement
 from h3opt.pipeline.generation import GenerationSettings
 from h3opt.pipeline.view import PipelineView
 from h3opt.verification.bisection import Culprit, bisect_pass
@@ -50,7 +50,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         [
             "norm_modulate",
             make_pass("hoist_step_invariants").mutants()[0].instance,
-            rewired(make_pass("fused_qk_cast"), one_head_twice, rule=1),  # type: ignore[arg-type]
+            with_replacement(make_pass("fused_qk_cast"), one_head_twice, rule=1),  # type: ignore[arg-type]
             make_pass("fp8_linear").mutants()[0].instance,
         ],
         "cpu",
@@ -333,14 +333,14 @@ def fills(error: Exception) -> Any:
 @pytest.mark.parametrize("error", FULL, ids=["writing", "in safetensors"])
 def test_a_disk_that_is_full_is_an_error_of_ours_and_old_evidence_stays(error, tmp_path, monkeypatch):
     write_evidence(tmp_path / "e", evidence(call=7))
-    monkeypatch.setattr("h3opt.evidence.save_file", fills(error))
+    monkeypatch.setattr("h3opt.verification.evidence.save_file", fills(error))
     with pytest.raises(PipelineError, match="e cannot be written: .*No space left on device"):
         write_evidence(tmp_path / "e", evidence())
     assert read_evidence(tmp_path / "e").call == 7 and [path.name for path in tmp_path.iterdir()] == ["e"]
 
 
 def test_a_disk_that_is_full_costs_the_evidence_and_not_what_was_found(silent, tmp_path, monkeypatch):
-    monkeypatch.setattr("h3opt.evidence.save_file", fills(FULL[1]))
+    monkeypatch.setattr("h3opt.verification.evidence.save_file", fills(FULL[1]))
     session, installed = prepare(silent, [make_pass("fp8_linear").mutants()[0].instance], "cpu")
     try:
         found = bisect_pass(session, installed, [GenerationSettings(num_inference_steps=2)], tmp_path / "fp8_linear")

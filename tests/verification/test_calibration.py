@@ -28,7 +28,7 @@ PROMPTS = ["a red circle moves right over grey, a low hum", "a blue square moves
 def measured() -> Iterator[dict[str, Calibration]]:
     """Every Perceptual pass, over two prompts; on a CPU FP8 attention is emulated."""
     pipe = reference_pipeline(torch.float32)
-    passes = [make_pass(name).trial() for name in PERCEPTUAL]
+    passes = [make_pass(name).test_instance() for name in PERCEPTUAL]
     found = verify(pipe, PROMPTS, passes, "cpu", on_reference=True, progress=lambda *_: None)
     yield {one.name: one for one in calibrations(found)}
 

@@ -16,7 +16,7 @@ from h3opt.errors import CheckpointError, PassConflictError, PipelineError, Shor
 from h3opt.kernels import ops
 from h3opt.pass_api.promises import Exact, Perceptual, Rounding
 from h3opt.pass_api.registry import make_pass
-from h3opt.pass_api.testing import rewired
+from h3opt.pass_api.testing import with_replacement
 from h3opt.pipeline.generation import GenerationSettings, generate
 from h3opt.render.tables import verdict_lines
 from h3opt.verification.difference import Difference
@@ -43,7 +43,7 @@ def slightly_off() -> Any:
     def wrong(x, dim, middle, end):
         return aten.mul.Tensor(ops.swiglu(x), 1 + 2**-20)
 
-    return rewired(make_pass("fused_swiglu"), wrong)  # type: ignore[arg-type]
+    return with_replacement(make_pass("fused_swiglu"), wrong)  # type: ignore[arg-type]
 
 
 def module_types(found: dict[Any, Any]) -> dict[Any, type]:

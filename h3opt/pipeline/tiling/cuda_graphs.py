@@ -10,7 +10,7 @@ import torch
 from h3opt.errors import DeviceError
 from h3opt.pipeline.graph_calls import record_graph_calls
 from h3opt.pipeline.hooks import observed
-from h3opt.pipeline.tiling.strategies import Calls
+from h3opt.pipeline.tiling.strategies import BatchRunner
 
 Model = Callable[[torch.Tensor], torch.Tensor]
 
@@ -35,7 +35,7 @@ class Recording:
         return self.model(self.given)
 
 
-class Turns:
+class SharedGraphStream:
     """What the graphs of a device take in turns, as they share memory: where they are recorded, and the last's end."""
 
     def __init__(self, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class Turns:
 class CudaRecording(Recording):
     """A CUDA graph: one launch instead of hundreds, of the same kernels on the same weights."""
 
-    def __init__(self, model: Model, tiles: torch.Tensor, pool: Any, turns: Turns) -> None:
+    def __init__(self, model: Model, tiles: torch.Tensor, pool: Any, turns: SharedGraphStream) -> None:
         super().__init__(model, tiles)
         self.graph, self.turns = torch.cuda.CUDAGraph(), turns
         generator = torch.cuda.default_generators[turns.stream.device.index]
@@ -79,7 +79,7 @@ class CudaRecording(Recording):
             captured.calls += runs
 
 
-class Replayed(Calls):
+class CudaGraphRunner(BatchRunner):
     """Runs a shape directly when it is new, records it the second time, and replays it from then on."""
 
     kept = 2  # the sizes a decode's batches have; those of another canvas make way
@@ -88,7 +88,7 @@ class Replayed(Calls):
         self.vae = vae
         self.known: dict[Any, Recording | None] = {}
         self.made_with: Any = None
-        self.turns: dict[torch.device, Turns] = {}
+        self.turns: dict[torch.device, SharedGraphStream] = {}
 
     def __reduce__(self) -> Any:
         return type(self), (self.vae,)  # a copy makes recordings of its own
@@ -119,7 +119,7 @@ class Replayed(Calls):
         if tiles.device.type != "cuda":
             return Recording(model, tiles)
         if tiles.device not in self.turns:
-            self.turns[tiles.device] = Turns(tiles.device)
+            self.turns[tiles.device] = SharedGraphStream(tiles.device)
         graphs = [one.graph for one in self.known.values() if isinstance(one, CudaRecording)]
         pool = graphs[0].pool() if graphs else torch.cuda.graph_pool_handle()
         return CudaRecording(model, tiles, pool, self.turns[tiles.device])

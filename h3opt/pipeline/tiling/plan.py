@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from h3opt.errors import MemoryBudgetError, PipelineError
-from h3opt.pipeline.tiling.strategies import Calls, Choices
+from h3opt.pipeline.tiling.strategies import BatchRunner, TileOptions
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -201,7 +201,7 @@ class TilePlan:
         return "\n".join(lines)
 
 
-def plan_decode(vae: Any, shape: Sequence[int], choices: Sequence[Choices] = ()) -> TilePlan:
+def plan_decode(vae: Any, shape: Sequence[int], choices: Sequence[TileOptions] = ()) -> TilePlan:
     """The plan that :meth:`TileScheduler.decode` follows for latents of this shape; nothing is computed.
 
     Args:
@@ -245,7 +245,7 @@ def plan_decode(vae: Any, shape: Sequence[int], choices: Sequence[Choices] = ())
     )
 
 
-def plan_encode(vae: Any, shape: Sequence[int], choices: Sequence[Choices] = ()) -> TilePlan:
+def plan_encode(vae: Any, shape: Sequence[int], choices: Sequence[TileOptions] = ()) -> TilePlan:
     """The plan that :meth:`TileScheduler.encode` follows for pixels of this shape; as :func:`plan_decode`.
 
     The tile size that passes choose is that of decoding; encoding keeps the model's.
@@ -299,15 +299,15 @@ def memory_text(size: int) -> str:
     return f"{size} B"
 
 
-def _all(choices: Sequence[Choices]) -> Choices:
-    chosen = Choices()
+def _all(choices: Sequence[TileOptions]) -> TileOptions:
+    chosen = TileOptions()
     for one in choices:
         chosen = chosen.joined(one)
     return chosen
 
 
-def _batched(plan: TilePlan, chosen: Choices) -> TilePlan:
-    plan = dataclasses.replace(plan, kept=(chosen.calls or Calls()).kept)
+def _batched(plan: TilePlan, chosen: TileOptions) -> TilePlan:
+    plan = dataclasses.replace(plan, kept=(chosen.calls or BatchRunner()).kept)
     budget, most = chosen.memory_budget, (chosen.max_tiles or 1) if plan.equal else 1
     sizes = [size for size in range(1, most + 1) if budget is None or plan.peak(size) <= budget]
     if not sizes:

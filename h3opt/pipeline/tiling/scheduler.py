@@ -2,7 +2,7 @@
 
 It stands in for ``_decode`` and ``_encode`` of an ``AutoencoderKLMiniMaxH3`` of any size while a pass needs it. It
 cuts as these do, runs tiles through the model in their order, and merges each finished tile straight into the
-result, with the model's own blend. With :class:`Choices` as they are by default the bits are those of the
+result, with the model's own blend. With :class:`TileOptions` as they are by default the bits are those of the
 unmodified methods; a pass changes one choice and leaves the others to its neighbours.
 
 How large a tile's activations are is an estimate, made before anything runs: the tensors that are alive at once in
@@ -19,15 +19,15 @@ from typing import Any
 import torch
 
 from h3opt.pipeline.tiling.plan import Tile, TilePlan, _all, plan_decode, plan_encode
-from h3opt.pipeline.tiling.strategies import Blends, Calls, Choices, Lane
+from h3opt.pipeline.tiling.strategies import BatchRunner, Blender, MergeQueue, TileOptions
 
 
-def schedule_tiles(vae: Any, choices: Choices, undo: ExitStack) -> None:
+def schedule_tiles(vae: Any, choices: TileOptions, undo: ExitStack) -> None:
     """Decode and encode ``vae`` through the scheduler, with these choices besides those of passes that came before.
 
     Args:
         vae: an ``AutoencoderKLMiniMaxH3``.
-        choices: see :class:`Choices`.
+        choices: see :class:`TileOptions`.
         undo: takes the choices back; with the last of them the VAE has its own methods again.
     """
     scheduler = getattr(vae.__dict__.get("_decode"), "__self__", None)
@@ -43,7 +43,7 @@ class TileScheduler:
     """Runs the tiles of one VAE."""
 
     vae: Any
-    choices: list[Choices] = field(default_factory=list)
+    choices: list[TileOptions] = field(default_factory=list)
     _before: dict[str, Any] = field(default_factory=dict)
 
     def install(self) -> None:
@@ -52,7 +52,7 @@ class TileScheduler:
         self._before = {name: attributes[name] for name in ("_decode", "_encode") if name in attributes}
         self.vae._decode, self.vae._encode = self.decode, self.encode
 
-    def leave(self, choices: Choices) -> None:
+    def leave(self, choices: TileOptions) -> None:
         """Forget ``choices``, and give the methods back when they were the last."""
         self.choices = [one for one in self.choices if one is not choices]
         if not self.choices:
@@ -81,8 +81,8 @@ class TileScheduler:
     def run(self, plan: TilePlan, source: torch.Tensor, model: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Cut ``source`` as planned, send it through ``model`` and merge what comes back."""
         chosen = _all(self.choices)
-        lane, calls = chosen.lane or Lane(), chosen.calls or Calls()
-        video = _Video(plan, (chosen.blends or Blends)(self.vae))
+        lane, calls = chosen.lane or MergeQueue(), chosen.calls or BatchRunner()
+        video = _Video(plan, (chosen.blends or Blender)(self.vae))
         if plan.clips.padding:
             last = source[:, :, -1:].repeat(1, 1, plan.clips.padding, 1, 1)
             source = torch.cat([source, last], dim=2)
@@ -101,7 +101,7 @@ class TileScheduler:
 class _Video:
     """The result, and the finished tiles that neighbours still blend with."""
 
-    def __init__(self, plan: TilePlan, blends: Blends) -> None:
+    def __init__(self, plan: TilePlan, blends: Blender) -> None:
         self.plan, self.blends = plan, blends
         self.whole: torch.Tensor | None = None
         self.waiting: dict[tuple[int, int], torch.Tensor] = {}

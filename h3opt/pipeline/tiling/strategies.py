@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-class Blends:
+class Blender:
     """How one tile goes over into the next: ``vae._blend``, written over the pixels it changes."""
 
     def __init__(self, vae: Any) -> None:
@@ -25,7 +25,7 @@ class Blends:
         after.copy_(self.vae._blend(before, after, after.shape[dim], dim))
 
 
-class Lane:
+class MergeQueue:
     """Where merging runs: here, in order."""
 
     def run(self, merge: Callable[[], Sequence[torch.Tensor]], device: torch.device) -> None:
@@ -36,7 +36,7 @@ class Lane:
         """Called once all has been handed over, or something failed: what comes now comes after every merge."""
 
 
-class Calls:
+class BatchRunner:
     """How a batch of tiles goes through the model: by calling it.
 
     Attributes:
@@ -51,14 +51,14 @@ class Calls:
 
 
 @dataclass(frozen=True)
-class Choices:
+class TileOptions:
     """What passes may choose; ``None`` leaves it as the model has it.
 
     Attributes:
         tile: ``(height, width, overlap)`` of a decoded tile, in pixels.
         max_tiles: most tiles to run as one batch.
         memory_budget: bytes that a decode or encode may add to weights and input; batches are made to fit.
-        blends: makes the :class:`Blends` of one decode.
+        blends: makes the :class:`Blender` of one decode.
         lane: where merging runs.
         calls: how batches go through the model.
     """
@@ -66,11 +66,11 @@ class Choices:
     tile: tuple[int, int, int] | None = None
     max_tiles: int | None = None
     memory_budget: int | None = None
-    blends: Callable[[Any], Blends] | None = None
-    lane: Lane | None = None
-    calls: Calls | None = None
+    blends: Callable[[Any], Blender] | None = None
+    lane: MergeQueue | None = None
+    calls: BatchRunner | None = None
 
-    def joined(self, other: Choices) -> Choices:
+    def joined(self, other: TileOptions) -> TileOptions:
         """These, and those of ``other`` where it makes one."""
         made = {each.name: chosen for each in dataclasses.fields(other) if (chosen := getattr(other, each.name))}
         return dataclasses.replace(self, **made)

@@ -19,7 +19,7 @@ from h3opt.metrics.bits import bits_equal
 from h3opt.metrics.seams import seam_visibility
 from h3opt.pipeline.tiling.plan import TilePlan, memory_bytes, memory_text, plan_decode, plan_encode
 from h3opt.pipeline.tiling.scheduler import TileScheduler, schedule_tiles
-from h3opt.pipeline.tiling.strategies import Blends, Choices
+from h3opt.pipeline.tiling.strategies import Blender, TileOptions
 from h3opt.reference import CANVASES, full_vae
 from h3opt.reference.random_weights import cast_as_loaded, fill_random
 from h3opt.reference.tiny import VAE_CONFIG
@@ -41,9 +41,9 @@ def latents(rows: int, columns: int, frames: int = 12, samples: int = 1) -> torc
     return torch.randn(samples, 24, frames, rows, columns, generator=torch.Generator().manual_seed(2))
 
 
-def scheduled(vae: Any, run: Callable[[], Any], choices: Choices | None = None) -> Any:
+def scheduled(vae: Any, run: Callable[[], Any], choices: TileOptions | None = None) -> Any:
     with ExitStack() as undo:
-        schedule_tiles(vae, choices or Choices(), undo)
+        schedule_tiles(vae, choices or TileOptions(), undo)
         return run()
 
 
@@ -99,9 +99,9 @@ def test_batches_hold_the_tiles_of_neighbouring_chunks(vae: Any) -> None:
     hook = vae.decoder.register_forward_hook(lambda module, args, out: calls.append(len(args[0])))
     expected = decode(vae, z)
     calls.clear()
-    found = scheduled(vae, lambda: decode(vae, z), Choices(max_tiles=4))
+    found = scheduled(vae, lambda: decode(vae, z), TileOptions(max_tiles=4))
     hook.remove()
-    assert calls == [3, 3] == plan_decode(vae, z.shape, [Choices(max_tiles=4)]).to_dict()["batches"]
+    assert calls == [3, 3] == plan_decode(vae, z.shape, [TileOptions(max_tiles=4)]).to_dict()["batches"]
     assert (expected - found).abs().max() < 1e-4 * expected.abs().max()
 
 
@@ -134,7 +134,7 @@ def test_the_vae_has_its_own_methods_back_when_the_last_one_leaves(order: tuple[
     stacks = [ExitStack(), ExitStack()]
     before = set(vars(vae))
     for stack in stacks:
-        schedule_tiles(vae, Choices(), stack)
+        schedule_tiles(vae, TileOptions(), stack)
     stacks[order[0]].close()
     assert set(vars(vae)) - before == {"_decode", "_encode"}
     stacks[order[1]].close()
@@ -160,7 +160,7 @@ def test_an_error_in_flight_reaches_the_caller_and_the_next_decode_is_right(part
         return type(vae)._blend(vae, *args) if part == "blend" else None
 
     with ExitStack() as undo:
-        schedule_tiles(vae, Choices(max_tiles=2), undo)
+        schedule_tiles(vae, TileOptions(max_tiles=2), undo)
         with ExitStack() as fault, pytest.raises(RuntimeError, match="out of luck"):
             if part == "blend":
                 vae._blend = fail
@@ -174,7 +174,7 @@ def test_an_error_in_flight_reaches_the_caller_and_the_next_decode_is_right(part
     assert bits_equal(expected, decode(vae, z))
 
 
-class HardCut(Blends):
+class HardCut(Blender):
     def blend(self, before: torch.Tensor, after: torch.Tensor, dim: int) -> None:
         """Leave the pixels of the later tile."""
 
@@ -184,7 +184,7 @@ def test_a_seam_shows_at_the_borders_of_the_plan_unless_it_is_blended(vae: Any) 
     plan = plan_decode(vae, z.shape)
     assert plan.columns.borders == [32, 64, 80, 96] and plan.rows.borders == []
 
-    def picture(choices: Choices) -> torch.Tensor:
+    def picture(choices: TileOptions) -> torch.Tensor:
         brightness = iter((0.0, 1.0, 2.0))
         noise = torch.Generator().manual_seed(4)
         scheduler = TileScheduler(vae, [choices])
@@ -192,8 +192,8 @@ def test_a_seam_shows_at_the_borders_of_the_plan_unless_it_is_blended(vae: Any) 
             plan, z, lambda tile: next(brightness) + 0.1 * torch.randn(1, 3, 28, 64, 64, generator=noise)
         ).transpose(1, 2)
 
-    assert seam_visibility(picture(Choices()), [], plan.columns.borders) < 1.2
-    assert seam_visibility(picture(Choices(blends=HardCut)), [], plan.columns.borders) > 5
+    assert seam_visibility(picture(TileOptions()), [], plan.columns.borders) < 1.2
+    assert seam_visibility(picture(TileOptions(blends=HardCut)), [], plan.columns.borders) > 5
 
 
 # --- the plan --------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def released() -> Any:
 
 
 def real_plan(vae: Any, canvas: str, **choices: Any) -> TilePlan:
-    return plan_decode(vae, (1, 24, *CANVASES[canvas].latents), [Choices(**choices)])
+    return plan_decode(vae, (1, 24, *CANVASES[canvas].latents), [TileOptions(**choices)])
 
 
 def test_the_plan_of_the_released_decoder_is_that_of_its_documentation(released: Any) -> None:
@@ -244,7 +244,7 @@ def test_batches_shrink_with_the_budget_until_one_tile_does_not_fit(released: An
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_decode_holds_no_more_than_its_plan_says(dtype: torch.dtype, batch: int) -> None:
-    vae, choices = tiny_vae(dtype), Choices(max_tiles=batch)
+    vae, choices = tiny_vae(dtype), TileOptions(max_tiles=batch)
     z = latents(4, 9).to(dtype)
     plan = plan_decode(vae, z.shape, [choices])
     decode(vae, z)  # what is made at first use
@@ -259,7 +259,7 @@ def test_an_encode_holds_no_more_than_its_plan_says(vae: Any) -> None:
     x = torch.randn(1, 3, 17, 64, 112)
     plan = plan_encode(vae, x.shape)
     with ExitStack() as undo:
-        schedule_tiles(vae, Choices(), undo)
+        schedule_tiles(vae, TileOptions(), undo)
         with LiveBytes(vae) as live:
             moments(vae, x)
     assert 0.6 * plan.peak(1) < live.peak <= plan.peak(1)
