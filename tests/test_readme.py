@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from h3opt import cli
+from h3opt.cli import app as cli
 from h3opt.render.tables import MARKERS, passes_markdown
 
 README = Path(__file__).parent.parent / "README.md"

@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from types import FunctionType
 from typing import Any
 
-from h3opt import patterns
 from h3opt.compiler.optimize import optimize
 from h3opt.compiler.report import PassReport
 from h3opt.graph.matcher import Rule
+from h3opt.pass_api import patterns
 from h3opt.pass_api.base import GraphPass, Pass, Plan, SchedulePass
 from h3opt.pass_api.registry import find_pass, list_passes, make_pass
 from h3opt.pipeline.generation import GenerationSettings, generate

@@ -87,7 +87,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # h3opt.cli.demonstration is imported by now: it holds a reference of its own to reference_pipeline.
     monkeypatch.setattr(demo, "reference_pipeline", work)
-    for place in ("generation.load_pipeline", "generation.reference_pipeline", "reference.tiny_pipeline",
+    for place in ("pipeline.loading.load_pipeline", "pipeline.generation.reference_pipeline", "reference.tiny_pipeline",
                   "reference.full_transformer", "reference.full_audio_vae"):  # fmt: skip
         monkeypatch.setattr(f"h3opt.{place}", work)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from h3opt import registry
 from h3opt.errors import (
     PassConflictError,
     PassDefinitionError,
@@ -21,6 +20,7 @@ from h3opt.errors import (
     PassOrderError,
     UnknownPassError,
 )
+from h3opt.pass_api import registry
 from h3opt.pass_api.base import FormatPass, GraphPass, SchedulePass
 from h3opt.pass_api.ordering import in_order
 from h3opt.pass_api.promises import Exact, Rounding

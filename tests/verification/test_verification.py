@@ -245,7 +245,7 @@ def test_a_pass_that_changes_the_length_of_the_clip_is_named(silent, monkeypatch
         cut = next(made) >= 2  # the unmodified pipeline and capture alone come before the pass
         return dataclasses.replace(media, video=media.video[:, :-1]) if cut else media
 
-    monkeypatch.setattr("h3opt.verification.generate", shorter)
+    monkeypatch.setattr("h3opt.verification.verify.generate", shorter)
     with pytest.raises(PipelineError, match="cannot compare shapes") as caught:
         verify(silent, ["norm_modulate"])
     assert "Without norm_modulate the clip has another length" in caught.value.__notes__[0]
@@ -261,7 +261,7 @@ def test_a_seam_where_the_unmodified_pipeline_has_no_tile_border_is_named(silent
         video[..., 48:] = (video[..., 48:] * 0.9).clamp(0, 1)
         return dataclasses.replace(media, video=video) if next(made) >= 2 else media
 
-    monkeypatch.setattr("h3opt.verification.generate", brighter)
+    monkeypatch.setattr("h3opt.verification.verify.generate", brighter)
     verdict = verify(silent, ["norm_modulate"])
     assert ("seam", "column 48") in [(one.name, one.where) for _, one in verdict.faults] and not verdict.held
 
