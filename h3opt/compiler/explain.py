@@ -12,7 +12,7 @@ from typing import Any
 from h3opt.compiler.optimize import optimize
 from h3opt.compiler.report import PassReport
 from h3opt.graph.matcher import Rule
-from h3opt.pass_api import patterns
+from h3opt.pass_api import guards, patterns
 from h3opt.pass_api.base import GraphPass, Pass, Plan, SchedulePass
 from h3opt.pass_api.registry import find_pass, list_passes, make_pass
 from h3opt.pipeline.generation import GenerationSettings, generate
@@ -163,9 +163,10 @@ def _helpers(rules: Sequence[Rule]) -> list[FunctionType]:
 def _called(function: Callable[..., Any]) -> Iterator[FunctionType]:
     if not isinstance(function, FunctionType):
         return
+    shown = (function.__module__, patterns.__name__, guards.__name__)
     for name in function.__code__.co_names:
         called = function.__globals__.get(name)
-        if isinstance(called, FunctionType) and called.__module__ in (function.__module__, patterns.__name__):
+        if isinstance(called, FunctionType) and called.__module__ in shown:
             yield called
 
 

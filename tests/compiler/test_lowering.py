@@ -335,9 +335,9 @@ def test_without_the_probe_everything_that_matches_is_rewritten():
 
 def test_a_wrong_kernel_is_noticed_however_it_came_to_be_wrong(monkeypatch):
     """The op itself goes wrong, as on a device whose compiler reorders a sum."""
-    from h3opt.kernels import ops as kernel_ops
+    from h3opt import kernels
 
-    definition = kernel_ops.DEFINITIONS["norm_modulate"]
+    definition = kernels.DEFINITIONS["norm_modulate"]
     library = torch.library.Library("h3opt", "IMPL")
     wrong = lambda *args: definition(*args) * (1 + 2**-22)  # noqa: E731
     try:
