@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,12 @@ LINES = [(page, line) for page, _, block in BLOCKS for line in block.splitlines(
 INLINE = [(page, line) for page, text in PAGES.items() for line in re.findall(r"`(h3opt [^`]+)`", text)]
 COMMANDS = {command.callback.__name__: command for command in cli.app.registered_commands if command.callback}
 LINKS = sorted(
-    {(page, link) for page, text in PAGES.items() for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link}
+    {
+        (page, link or image)
+        for page, text in PAGES.items()
+        for link, image in re.findall(r'\]\(([^)\s]+)\)|<img src="([^"]+)"', text)
+        if "://" not in link
+    }
 )
 NAMED_FILES = sorted(
     {
@@ -178,7 +184,7 @@ def test_the_architecture_page_shows_the_layers_that_imports_are_held_to() -> No
     edges = set()
     for chain in re.findall(r"^ *(\w+(?: --> \w+)+)$", diagram, re.MULTILINE):
         nodes = [label[node] for node in chain.split(" --> ")]
-        edges.update(zip(nodes, nodes[1:], strict=False))
+        edges.update(itertools.pairwise(nodes))
     assert edges == {(upper, lower) for upper in level for lower in label.values() if level[upper] == level[lower] + 1}
 
 
@@ -205,7 +211,9 @@ def _dotted(node: ast.expr) -> str | None:
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
         node = node.value
-    return ".".join(["h3opt", *reversed(names)]) if isinstance(node, ast.Name) and node.id == "h3opt" and names else None
+    return (
+        ".".join(["h3opt", *reversed(names)]) if isinstance(node, ast.Name) and node.id == "h3opt" and names else None
+    )
 
 
 def _look_up(page: str, dotted: str) -> Any:
