@@ -85,7 +85,7 @@ def explain(
 
 
 def passes(
-    markdown: Annotated[bool, typer.Option("--markdown", help="The table of docs/passes.md.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="The table of the README.")] = False,
     json: Json = None,
 ) -> None:
     """List all passes."""

@@ -20,11 +20,11 @@ from h3opt.verification.noise_floors import multiple_digits, multiple_words
 from h3opt.verification.verdict import Verdict
 
 MARKERS = ("<!-- passes:start -->", "<!-- passes:end -->")
-"""The lines of docs/passes.md that enclose the output of :func:`passes_markdown`."""
+"""Between these lines README.md holds :func:`passes_markdown`."""
 
 
 def passes_markdown() -> str:
-    """The table of docs/passes.md, from the registry."""
+    """The pass table of the README, from the registry."""
     lines = ["| pass | kind | promise | what it does |", "|---|---|---|---|"]
     lines += [f"| `{cls.name}` | {cls.kind} | {cls.promise} | {cls.summary()} |" for cls in list_passes()]
     return "\n".join(lines)
