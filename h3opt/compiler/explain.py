@@ -12,7 +12,7 @@ from typing import Any
 from h3opt.compiler.optimize import optimize
 from h3opt.compiler.report import PassReport
 from h3opt.graph.matcher import Rule
-from h3opt.pass_api import patterns
+from h3opt.pass_api import guards, patterns
 from h3opt.pass_api.base import GraphPass, Pass, Plan, SchedulePass
 from h3opt.pass_api.registry import find_pass, list_passes, make_pass
 from h3opt.pipeline.generation import GenerationSettings, generate
@@ -148,7 +148,7 @@ def _roles(rule: Rule) -> dict[str, Callable[..., Any] | None]:
 
 
 def _helpers(rules: Sequence[Rule]) -> list[FunctionType]:
-    """What the functions of rules call, directly or not, in their own file and among the shared patterns."""
+    """What the functions of rules call, directly or not, in their own file and among the shared patterns and guards."""
     shown = [function for rule in rules for function in _roles(rule).values() if function is not None]
     found: list[FunctionType] = []
     todo = list(shown)
@@ -165,7 +165,11 @@ def _called(function: Callable[..., Any]) -> Iterator[FunctionType]:
         return
     for name in function.__code__.co_names:
         called = function.__globals__.get(name)
-        if isinstance(called, FunctionType) and called.__module__ in (function.__module__, patterns.__name__):
+        if isinstance(called, FunctionType) and called.__module__ in (
+            function.__module__,
+            patterns.__name__,
+            guards.__name__,
+        ):
             yield called
 
 

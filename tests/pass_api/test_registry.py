@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -57,7 +58,8 @@ def a_pass(name: str, kind: type = GraphPass, after: tuple[str, ...] = (), confl
 
 
 def test_every_file_of_the_package_is_a_pass():
-    files = {path.stem for path in Path(registry.__file__).parents[2].joinpath("passes").glob("*.py")}
+    (folder,) = importlib.import_module("h3opt.passes").__path__
+    files = {path.stem for path in Path(folder).glob("*.py")}
     assert {cls.name for cls in list_passes()} == files - {"__init__"}
 
 
@@ -136,9 +138,23 @@ def test_after_beats_kind():
 
 def test_passes_that_wait_for_each_other_are_named():
     free, one, other = a_pass("free")(), a_pass("one", after=("other",))(), a_pass("other", after=("one",))()
-    with pytest.raises(PassOrderError, match="one → other") as error:
+    with pytest.raises(PassOrderError, match="one → other → one") as error:
         in_order([free, one, other])
     assert "free" not in str(error.value)
+
+
+def test_the_cycle_is_shown_without_the_passes_that_wait_for_it():
+    """``early`` comes before the cycle and ``late`` after it: neither is part of it."""
+    passes = [
+        a_pass("late", after=("first",))(),
+        a_pass("second", after=("third",))(),
+        a_pass("first", after=("second", "early"))(),
+        a_pass("third", after=("first", "absent"))(),
+        a_pass("early")(),
+    ]
+    for given in itertools.permutations(passes):
+        with pytest.raises(PassOrderError, match="another: first → second → third → first. Remove"):
+            in_order(given)
 
 
 def test_a_pass_given_twice_is_refused():
@@ -352,4 +368,4 @@ def test_a_broken_pass_package_is_named(own_registry, monkeypatch):
 
 def test_a_pass_that_does_nothing_at_all_still_follows_the_protocol():
     one = a_pass("thing", FormatPass)()
-    assert one.install(None, ExitStack()) == 0 and one.applies(None, None)
+    assert one.install(None, ExitStack()) == 0 and one.applies(None, None) is None

@@ -16,11 +16,12 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from h3opt import profiles
+from h3opt import optimize, profiles
 from h3opt.errors import DeviceError, H3OptError, ProfileError
 from h3opt.profiles.parse import parse_profile
 from h3opt.profiles.schema import Profile
-from h3opt.profiles.selection import detect_profile, list_profiles, load_profile, match_profile
+from h3opt.profiles.selection import detect_profile, list_profiles, load_profile, make_row_pass, match_profile
+from h3opt.reference import tiny_pipeline
 
 SHIPPED = [
     "a100", "b200", "b300", "cpu", "gb10", "h100", "h200", "r200", "rtx_4090", "rtx_5090", "rtx_pro_6000",
@@ -456,6 +457,29 @@ def test_a_row_of_a_pass_that_is_not_installed_here_can_be_loaded(tmp_path: Path
     file = tmp_path / "mine.yaml"
     file.write_text("name: mine\ndevice: {type: cpu}\npasses:\n  - pass: of_my_cluster\n    options: {nodes: 8}\n")
     assert load_profile(file).passes[0].options == {"nodes": 8}
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "says"),
+    [("max_tiles: 0", "options", "Pass 'tile_batch' refuses"), ("tiles: 2", "options", "has no option 'tiles'")],
+)
+def test_a_row_is_refused_alike_where_it_is_loaded_and_where_it_is_used(
+    options: str, field: str, says: str, tmp_path: Path
+) -> None:
+    """``parse_profile`` does not check options: ``optimize`` refuses them in the words of ``load_profile``."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"name: mine\ndevice: {{type: cpu}}\npasses:\n  - pass: tile_batch\n    options: {{{options}}}\n")
+    unchecked = parse_profile(file.read_bytes(), str(file))
+    vae = tiny_pipeline(dtype=torch.float32).vae
+    for refuse in (lambda: load_profile(file), lambda: optimize(vae, profile=unchecked)):
+        with pytest.raises(ProfileError, match=rf"mine\.yaml:5: passes\[0\]\.{field}: .*{says}"):
+            refuse()
+
+
+def test_a_row_of_an_unknown_pass_is_refused_where_it_is_used(tmp_path: Path) -> None:
+    profile = parse_profile("name: mine\ndevice: {type: cpu}\npasses:\n  - pass: of_my_cluster\n", "mine.yaml")
+    with pytest.raises(ProfileError, match=r"mine\.yaml:4: passes\[0\]\.pass: There is no pass called"):
+        make_row_pass(profile, profile.passes[0])
 
 
 def load_error(name: str | os.PathLike[str]) -> str:
