@@ -1,4 +1,4 @@
-"""Canonicalization gives a graph one spelling and keeps its bits: what goes in and what comes out, side by side."""
+"""The canonical form of graphs, and that it preserves bits: listings before and after, side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx import GraphModule
+from graph_cases import X, Y, listing
+from torch.utils._pytree import tree_leaves
 
 from h3opt.graph.canonicalize import canonicalize
 from h3opt.graph.nodes import mutating_node
@@ -17,35 +18,18 @@ from h3opt.kernels import ops
 from h3opt.metrics.bits import bits_equal
 
 aten = torch.ops.aten
-X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-Y = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
-
-
-def listing(graph: GraphModule) -> list[str]:
-    """One line per operator: ``mul.Tensor(x_1, 2.0)``."""
-    lines = []
-    for node in graph.graph.nodes:
-        if node.op == "call_function":
-            name = node.target.__name__
-            words = [str(one) for one in node.args] + [f"{key}={one}" for key, one in node.kwargs.items()]
-            lines.append(f"{name}({', '.join(words)})")
-    return lines
 
 
 def before_and_after(function: Callable[..., Any], *args: torch.Tensor) -> tuple[list[str], list[str]]:
-    """Listings of a function's graph before and after; checks on the way that the bits are the same."""
+    """Return listings of the graph of a function before and after; check that the bits are the same."""
     graph = trace(function, args)
     before = listing(graph)
-    expected = flat(graph(*args))
+    expected = tree_leaves(graph(*args))
     canonicalize(graph)
     graph.graph.lint()
-    found = flat(graph(*args))
-    assert all(bits_equal(left, right) for left, right in zip(expected, found, strict=True))
+    actual = tree_leaves(graph(*args))
+    assert all(bits_equal(left, right) for left, right in zip(expected, actual, strict=True))
     return before, listing(graph)
-
-
-def flat(result: Any) -> list[torch.Tensor]:
-    return [result] if isinstance(result, torch.Tensor) else [one for item in result for one in flat(item)]
 
 
 # --- work that does nothing ------------------------------------------------------------------------------------
@@ -274,9 +258,9 @@ def test_a_graph_that_writes_to_a_tensor_is_left_as_it_is():
     graph = trace(model, (X,))
     assert mutating_node(graph) is not None
     before = listing(graph)
-    expected = flat(graph(X))
+    expected = tree_leaves(graph(X))
     assert listing(canonicalize(graph)) == before
-    assert all(bits_equal(left, right) for left, right in zip(expected, flat(graph(X)), strict=True))
+    assert all(bits_equal(left, right) for left, right in zip(expected, tree_leaves(graph(X)), strict=True))
 
 
 def test_a_graph_that_writes_nowhere_has_no_mutating_node():
