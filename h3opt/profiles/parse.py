@@ -8,7 +8,7 @@ import pydantic
 
 from h3opt.errors import ProfileError, nearest
 from h3opt.profiles.messages import FieldPath, Problem, describe_value, format_path, nearest_line, raise_first
-from h3opt.profiles.schema import Condition, DeviceMatch, Measurement, PassRow, Profile, SourcePlace, StrictModel
+from h3opt.profiles.schema import Condition, DeviceMatch, Measurement, PassRow, Profile, StrictModel
 from h3opt.profiles.yaml_source import SourceTree, read_tree
 
 MAX_BYTES = 256 * 1024
@@ -35,9 +35,7 @@ def parse_profile(source: bytes | str, path: str) -> Profile:
         problems += [_explain(details, tree) for details in error.errors(include_url=False)]
     if problems:
         raise_first(problems, path)
-    profile._place = SourcePlace(path, (), tree.lines)
-    for index, row in enumerate(profile.passes):
-        row._place = SourcePlace(path, ("passes", index), tree.lines)
+    profile.set_place(path, tree.lines)
     return profile
 
 

@@ -311,6 +311,12 @@ class Profile(StrictModel):
         """The file from which the profile was read."""
         return self._place.path
 
+    def set_place(self, path: str, lines: Mapping[FieldPath, int]) -> None:
+        """Record the file from which the profile was read, and the line of each path in it."""
+        self._place = SourcePlace(path, (), lines)
+        for index, row in enumerate(self.passes):
+            row._place = SourcePlace(path, ("passes", index), lines)
+
     def rows_for(self, tokens: int | None, world_size: int) -> list[PassRow]:
         """Select the row that applies to each pass, off or on, in the order in which the file first names the passes.
 

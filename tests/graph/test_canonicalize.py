@@ -32,7 +32,7 @@ def before_and_after(function: Callable[..., Any], *args: torch.Tensor) -> tuple
     return before, listing(graph)
 
 
-# --- work that does nothing ------------------------------------------------------------------------------------
+# --- operators without effect ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def before_and_after(function: Callable[..., Any], *args: torch.Tensor) -> tuple
         (lambda x: aten.alias(x), "alias.default(x_1)"),
         (lambda x: aten.slice.Tensor(x, 1, 0, 8), "slice.Tensor(x_1, 1, 0, 8)"),
     ],
-    ids=lambda one: one.split("(")[0] if isinstance(one, str) else "",
+    ids=lambda value: value.split("(")[0] if isinstance(value, str) else "",
 )
 def test_idle_operators_are_dropped(idle, line):
     before, after = before_and_after(lambda x: idle(x) * 2.0, X)
@@ -87,7 +87,7 @@ def test_dead_code_goes():
     assert after == ["mul.Tensor(x_1, y_1)"]
 
 
-# --- one name and one form -------------------------------------------------------------------------------------
+# --- names and arguments ----------------------------------------------------------------------------------------
 
 
 def test_keyword_arguments_go_to_their_positions():
@@ -98,7 +98,7 @@ def test_keyword_arguments_go_to_their_positions():
 
 def test_trailing_defaults_are_cut():
     graph = trace(lambda x: aten.add.Tensor(x, x), (X,))
-    (node,) = [one for one in graph.graph.nodes if one.op == "call_function"]
+    (node,) = [node for node in graph.graph.nodes if node.op == "call_function"]
     node.kwargs = {"alpha": 1}
     assert listing(graph) == ["add.Tensor(x_1, x_1, alpha=1)"]
     assert listing(canonicalize(graph)) == ["add.Tensor(x_1, x_1)"]
@@ -111,7 +111,7 @@ def test_keyword_arguments_that_are_not_the_default_stay():
 
 def test_python_operators_and_scalar_overloads_become_the_tensor_overload():
     graph = trace(lambda x, y: (x + y) * 2.0, (X, Y))
-    add, mul = [one for one in graph.graph.nodes if one.op == "call_function"]
+    add, mul = [node for node in graph.graph.nodes if node.op == "call_function"]
     add.target, mul.target = operator.add, aten.mul.Scalar
     assert listing(canonicalize(graph)) == ["add.Tensor(x_1, y_1)", "mul.Tensor(add, 2.0)"]
 
@@ -137,7 +137,7 @@ HALVES = ["slice.Tensor(x_1, 1, 0, 4)", "slice.Tensor(x_1, 1, 4, 8)", "mul.Tenso
     ],
     ids=["chunk", "split", "split_with_sizes", "slices", "slices_from_the_end", "narrow"],
 )
-def test_every_way_to_take_halves_is_one_way(parts):
+def test_every_way_to_take_halves_becomes_two_slices(parts):
     def model(x: torch.Tensor) -> torch.Tensor:
         first, second = parts(x)
         return first * second
@@ -182,7 +182,7 @@ def test_equal_quantizes_are_merged():
     before, after = before_and_after(model, X)
     assert sum(line.startswith("quantize_rows") for line in before) == 2
     assert sum(line.startswith("quantize_rows") for line in after) == 1
-    assert len(after) == 7  # the quantize, its two results, a cast, a product and the two sums
+    assert len(after) == 7  # the quantize, two results of it, a cast, a product and the two sums
 
 
 def test_equal_chains_are_merged_from_the_root():
@@ -202,7 +202,7 @@ def test_random_operators_are_not_merged():
 
 
 def test_outputs_stay_tensors_of_their_own():
-    """Whoever writes to one of them must not see it in the other."""
+    """A caller may write to an output, and the other must not change."""
     _, after = before_and_after(lambda x, y: (x * y, x * y), X, Y)
     assert after == ["mul.Tensor(x_1, y_1)", "mul.Tensor(x_1, y_1)"]
 
@@ -223,12 +223,12 @@ def test_nothing_is_merged_across_a_change_of_mode():
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("left", "right"),
     [(0.0, -0.0), (1, True), (1, 1.0), (0, False), (float("inf"), float("-inf"))],
     ids=str,
 )
-def test_literals_that_are_equal_to_python_only_are_not_merged(one, other):
-    _, after = before_and_after(lambda x: aten.sin(aten.mul.Tensor(x, one)) + aten.mul.Tensor(x, other), X)
+def test_literals_that_are_equal_to_python_only_are_not_merged(left, right):
+    _, after = before_and_after(lambda x: aten.sin(aten.mul.Tensor(x, left)) + aten.mul.Tensor(x, right), X)
     assert sum(line.startswith("mul") for line in after) == 2
 
 

@@ -70,18 +70,18 @@ def test_a_guard_that_wants_the_other_operand_order_gets_it():
     rule = Rule(product_plus, addcmul, guard=lambda match: None if match.tensor("x") is None else "x is a tensor")
     graph = canonicalize(trace(lambda x, y: x * 2.5 + y, (X, Y)))
     anchor = [node for node in graph.graph.nodes if node.op == "call_function"][-1]
-    found, _ = match_at(rule, anchor)
-    assert found is not None and found.literal("x") == 2.5
+    match, _ = match_at(rule, anchor)
+    assert match is not None and match.literal("x") == 2.5
 
 
 def test_two_operators_of_a_pattern_may_be_one_merged_operator():
     def pattern(x, y):
         return aten.sin(x) * aten.sin(y)
 
-    def other(x, y):
+    def replacement(x, y):
         return aten.cos(x) * aten.cos(y)
 
-    _, after, outcome = rewritten(Rule(pattern, other), lambda x: torch.sin(x) * torch.sin(x), X)
+    _, after, outcome = rewritten(Rule(pattern, replacement), lambda x: torch.sin(x) * torch.sin(x), X)
     assert outcome.matched == 1 and not any(line.startswith("sin") for line in after)
 
 
@@ -89,11 +89,11 @@ def test_minus_does_not_match_in_the_other_order():
     def minus(x, y):
         return aten.sub.Tensor(aten.sin(x), y)
 
-    def other(x, y):
+    def replacement(x, y):
         return aten.sub.Tensor(x, y)
 
-    assert rewritten(Rule(minus, other), lambda x, y: torch.sin(x) - y, X, Y)[2].matched == 1
-    assert rewritten(Rule(minus, other), lambda x, y: y - torch.sin(x), X, Y)[2].matched == 0
+    assert rewritten(Rule(minus, replacement), lambda x, y: torch.sin(x) - y, X, Y)[2].matched == 1
+    assert rewritten(Rule(minus, replacement), lambda x, y: y - torch.sin(x), X, Y)[2].matched == 0
 
 
 def test_a_parameter_binds_a_tensor_or_a_literal_by_its_name():
@@ -134,7 +134,7 @@ def test_a_rule_may_have_several_outputs():
         product = x * y
         return product, aten.sin(product)
 
-    def other(x, y):
+    def replacement(x, y):
         product = aten.mul.Tensor(y, x)
         return product, aten.sin(product)
 
@@ -142,7 +142,7 @@ def test_a_rule_may_have_several_outputs():
         product = x * y
         return torch.sin(product), product + 1.0
 
-    before, after, outcome = rewritten(Rule(two, other), model, X, Y)
+    before, after, outcome = rewritten(Rule(two, replacement), model, X, Y)
     assert before == ["mul.Tensor(x_1, y_1)", "sin.default(mul)", "add.Tensor(mul, 1.0)"]
     assert outcome.matched == 1
     assert after == ["mul.Tensor(y_1, x_1)", "sin.default(mul_tensor)", "add.Tensor(mul_tensor, 1.0)"]
@@ -154,7 +154,7 @@ def test_both_results_of_an_operator_are_replaced_in_whatever_order_they_are_rea
         out = ops.quantize_rows(aten.sin(x))
         return out[0], out[1]
 
-    def other(x):
+    def replacement(x):
         out = ops.quantize_rows(aten.cos(x))
         return out[0], out[1]
 
@@ -162,7 +162,7 @@ def test_both_results_of_an_operator_are_replaced_in_whatever_order_they_are_rea
         out = ops.quantize_rows(torch.sin(x))
         return tuple(out[number].float() for number in order)
 
-    _, after, outcome = rewritten(Rule(quantized, other), model, X)
+    _, after, outcome = rewritten(Rule(quantized, replacement), model, X)
     assert outcome.matched == 1
     assert sum(line.startswith("quantize_rows") for line in after) == 1
     assert not any(line.startswith("sin") for line in after)
@@ -173,11 +173,11 @@ def test_a_result_nobody_reads_does_not_stop_a_match():
         out = ops.quantize_rows(aten.sin(x))
         return out[0], out[1]
 
-    def other(x):
+    def replacement(x):
         out = ops.quantize_rows(aten.cos(x))
         return out[0], out[1]
 
-    _, after, outcome = rewritten(Rule(quantized, other), lambda x: ops.quantize_rows(torch.sin(x))[1], X)
+    _, after, outcome = rewritten(Rule(quantized, replacement), lambda x: ops.quantize_rows(torch.sin(x))[1], X)
     assert outcome.matched == 1 and not any(line.startswith("sin") for line in after)
 
 
@@ -210,7 +210,7 @@ def test_an_input_that_depends_on_an_output_stops_a_match():
         product = x * y
         return product, product + z
 
-    def other(x, y, z):
+    def replacement(x, y, z):
         product = aten.mul.Tensor(y, x)
         return product, aten.add.Tensor(z, product)
 
@@ -222,8 +222,8 @@ def test_an_input_that_depends_on_an_output_stops_a_match():
         product = x * y
         return product, product + torch.sin(product)
 
-    assert rewritten(Rule(two, other), supported, X, Y)[2].matched == 1
-    _, _, outcome = rewritten(Rule(two, other), circular, X, Y)
+    assert rewritten(Rule(two, replacement), supported, X, Y)[2].matched == 1
+    _, _, outcome = rewritten(Rule(two, replacement), circular, X, Y)
     assert outcome.matched == 0
     assert outcome.near_misses[0].why == (
         "the input aten.sin.default depends on aten.mul.Tensor, which lies inside the pattern"

@@ -32,10 +32,10 @@ def test_of_two_overlapping_sites_one_is_rewritten():
     def double_sin(x):
         return aten.sin(aten.sin(x))
 
-    def other(x):
+    def replacement(x):
         return aten.cos(x)
 
-    before, after, outcome = rewritten(Rule(double_sin, other), lambda x: torch.sin(torch.sin(torch.sin(x))), X)
+    before, after, outcome = rewritten(Rule(double_sin, replacement), lambda x: torch.sin(torch.sin(torch.sin(x))), X)
     assert len(before) == 3
     assert outcome.matched == 1
     assert after == ["cos.default(x_1)", "sin.default(cos)"]
@@ -107,7 +107,7 @@ def test_the_order_is_valid_when_an_output_is_read_before_the_last_one():
         product = x * y
         return product, product + z
 
-    def other(x, y, z):
+    def replacement(x, y, z):
         product = aten.mul.Tensor(y, x)
         return product, aten.add.Tensor(z, product)
 
@@ -117,7 +117,7 @@ def test_the_order_is_valid_when_an_output_is_read_before_the_last_one():
         late = torch.cos(x)
         return early, product + late
 
-    before, after, outcome = rewritten(Rule(two, other), model, X, Y)
+    before, after, outcome = rewritten(Rule(two, replacement), model, X, Y)
     assert [line.split(".")[0] for line in before] == ["mul", "sin", "cos", "add"]
     assert outcome.matched == 1
     assert sorted(line.split(".")[0] for line in after) == ["add", "cos", "mul", "sin"]
@@ -127,21 +127,21 @@ def test_the_order_is_valid_when_an_output_is_read_before_the_last_one():
 def test_new_nodes_know_their_shapes():
     graph = canonicalize(trace(lambda x, y: x * y + y, (X, Y)))
     apply_rules((ADDCMUL,), graph)
-    (node,) = [one for one in graph.graph.nodes if one.op == "call_function"]
+    (node,) = [node for node in graph.graph.nodes if node.op == "call_function"]
     assert tuple(node.meta["val"].shape) == (3, 8) and node.meta["val"].dtype == torch.float32
 
 
 @pytest.mark.parametrize(
-    ("replacement", "found"),
+    ("replacement", "message"),
     [
         (lambda x, y, z: aten.to.dtype(aten.addcmul(z, x, y), torch.float64), "torch.float64"),
         (lambda x, y, z: aten.sum.dim_IntList(aten.addcmul(z, x, y), [0]), r"\[8\]"),
     ],
     ids=["dtype", "shape"],
 )
-def test_a_replacement_of_another_shape_or_dtype_is_an_error(replacement, found):
+def test_a_replacement_of_another_shape_or_dtype_is_an_error(replacement, message):
     graph = canonicalize(trace(lambda x, y: x * y + y, (X, Y)))
-    with pytest.raises(PassFailedError, match=found):
+    with pytest.raises(PassFailedError, match=message):
         apply_rules((Rule(product_plus, replacement),), graph)
 
 

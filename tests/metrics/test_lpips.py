@@ -1,4 +1,4 @@
-"""LPIPS agrees with the lpips package, and refuses what is not a video or not its weights."""
+"""LPIPS agrees with the lpips package, and refuses other tensors than videos and damaged weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seams are as visible as they are larger than what else changes, and are looked for where they can be."""
+"""Both measures of seams agree with their definitions and refuse borders outside a video."""
 
 from __future__ import annotations
 

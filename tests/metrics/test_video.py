@@ -36,16 +36,16 @@ def test_other_shapes_and_dtypes_are_refused(measure) -> None:  # type: ignore[n
 
 def test_ssim_of_flat_frames_is_that_of_their_means():
     for a, b in ((0.2, 0.8), (0.5, 0.5), (0.0, 1.0)):
-        one, other = (torch.full((1, 3, 16, 20), level) for level in (a, b))
+        first, second = (torch.full((1, 3, 16, 20), level) for level in (a, b))
         expected = (2 * a * b + 1e-4) / (a * a + b * b + 1e-4)
-        assert ssim_per_frame(one, other).item() == pytest.approx(expected, rel=1e-4)
+        assert ssim_per_frame(first, second).item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_ssim_agrees_with_sums_over_every_window():
     a, b = noise(2, 3, 14, 13), noise(2, 3, 14, 13, seed=1)
     weights = [math.exp(-((i - 5) ** 2 + (j - 5) ** 2) / 4.5) for i in range(11) for j in range(11)]
     weights = [weight / sum(weights) for weight in weights]
-    found = []
+    expected = []
     for frame in range(2):
         x, y = (0.299 * clip[frame, 0] + 0.587 * clip[frame, 1] + 0.114 * clip[frame, 2] for clip in (a, b))
         values = []
@@ -57,8 +57,8 @@ def test_ssim_agrees_with_sums_over_every_window():
                 vq = sum(w * (v - mq) ** 2 for w, v in zip(weights, q, strict=True))
                 cov = sum(w * (u - mp) * (v - mq) for w, u, v in zip(weights, p, q, strict=True))
                 values.append((2 * mp * mq + 1e-4) * (2 * cov + 9e-4) / ((mp**2 + mq**2 + 1e-4) * (vp + vq + 9e-4)))
-        found.append(sum(values) / len(values))
-    assert ssim_per_frame(a, b).tolist() == pytest.approx(found, rel=1e-6)
+        expected.append(sum(values) / len(values))
+    assert ssim_per_frame(a, b).tolist() == pytest.approx(expected, rel=1e-6)
     assert ssim_per_frame(a, a).tolist() == pytest.approx([1.0, 1.0])
 
 

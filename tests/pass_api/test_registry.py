@@ -1,4 +1,4 @@
-"""Which passes exist, in which order they run, and what is said about one that is wrong."""
+"""The registry, the order of passes, and the errors about wrong pass classes and packages."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_file_of_the_package_is_a_pass():
 
 def test_passes_are_listed_by_kind_then_name():
     listed = [(cls.kind, cls.name) for cls in list_passes()]
-    assert listed == sorted(listed, key=lambda one: (["format", "graph", "schedule"].index(one[0]), one[1]))
+    assert listed == sorted(listed, key=lambda row: (["format", "graph", "schedule"].index(row[0]), row[1]))
 
 
 def test_a_pass_is_made_with_its_options():
@@ -109,7 +109,7 @@ def test_an_option_of_a_pass_without_options_is_refused():
 
 
 def names(*passes: Any) -> list[str]:
-    return [one.name for one in in_order(passes)]
+    return [item.name for item in in_order(passes)]
 
 
 def test_a_pass_runs_after_those_it_names_whatever_the_order_given():
@@ -137,9 +137,9 @@ def test_after_beats_kind():
 
 
 def test_passes_that_wait_for_each_other_are_named():
-    free, one, other = a_pass("free")(), a_pass("one", after=("other",))(), a_pass("other", after=("one",))()
-    with pytest.raises(PassOrderError, match="one → other → one") as error:
-        in_order([free, one, other])
+    free, left, right = a_pass("free")(), a_pass("left", after=("right",))(), a_pass("right", after=("left",))()
+    with pytest.raises(PassOrderError, match="left → right → left") as error:
+        in_order([free, left, right])
     assert "free" not in str(error.value)
 
 
@@ -164,17 +164,17 @@ def test_a_pass_given_twice_is_refused():
 
 @pytest.mark.parametrize("given", [(0, 1), (1, 0)])
 def test_passes_that_exclude_each_other_are_refused_either_way_round(given):
-    pair = [a_pass("one", conflicts=("other",))(), a_pass("other")()]
-    with pytest.raises(PassConflictError, match="'one' and 'other' exclude each other"):
+    pair = [a_pass("left", conflicts=("right",))(), a_pass("right")()]
+    with pytest.raises(PassConflictError, match="'left' and 'right' exclude each other"):
         in_order([pair[number] for number in given])
-    assert names(pair[0]) == ["one"]
+    assert names(pair[0]) == ["left"]
 
 
 # --- what a class has to have ----------------------------------------------------------------------------------
 
 
 def violation(change: str) -> type:
-    """A pass class that breaks the protocol in one way."""
+    """A pass class that violates the protocol in a single point."""
     if change == "not a pass":
         return type("Thing", (), {"name": "thing", "promise": Exact()})
     cls = a_pass("thing", SchedulePass if change == "no ordering" else GraphPass)
@@ -198,7 +198,7 @@ def violation(change: str) -> type:
     elif change == "not frozen":
 
         class Thing(cls):
-            """A subclass that is no dataclass of its own may still be used; one that is not frozen may not."""
+            """A subclass that is not frozen."""
 
         Thing.__dataclass_params__ = type("P", (), {"frozen": False})
         cls = Thing
@@ -367,5 +367,5 @@ def test_a_broken_pass_package_is_named(own_registry, monkeypatch):
 
 
 def test_a_pass_that_does_nothing_at_all_still_follows_the_protocol():
-    one = a_pass("thing", FormatPass)()
-    assert one.install(None, ExitStack()) == 0 and one.applies(None, None) is None
+    instance = a_pass("thing", FormatPass)()
+    assert instance.install(None, ExitStack()) == 0 and instance.applies(None, None) is None

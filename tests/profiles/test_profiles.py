@@ -1,4 +1,4 @@
-"""Profiles: every shipped one reads; every bad one is refused with file, line, field and what to write."""
+"""Profiles: all shipped files are valid; a wrong file is refused with file, line, field and what to write."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def error(text: str | bytes) -> str:
 
 
 def with_row(row: str) -> str:
-    """A profile whose one row starts on line 4."""
+    """A profile with a single row, which starts on line 4."""
     return "name: x\ndevice: {type: cpu}\npasses:\n" + textwrap.indent(textwrap.dedent(row), "  ")
 
 
@@ -646,8 +646,8 @@ def test_of_profiles_of_one_capability_the_measured_one_is_picked() -> None:
 def test_the_longest_name_wins_and_a_capability_that_disagrees_is_told() -> None:
     profile = read("name: ti\ndevice: {type: cuda, match: [aa Ti], capability: '9.0'}\npasses: []\n")
     assert match_profile([gpu("aa", "9.0"), profile], "NVIDIA AA Ti", (9, 0)) == (profile, None)
-    found, notice = match_profile([profile], "NVIDIA AA Ti", (8, 0))
-    assert found is profile and notice is not None and "capability 8.0" in notice and "9.0" in notice
+    profile_for_gpu, notice = match_profile([profile], "NVIDIA AA Ti", (8, 0))
+    assert profile_for_gpu is profile and notice is not None and "capability 8.0" in notice and "9.0" in notice
 
 
 def test_without_a_cuda_profile_matching_says_so() -> None:
