@@ -1,4 +1,4 @@
-"""h3opt: faster MiniMax-H3 with a promise per pass, each one checked against the unmodified pipeline."""
+"""h3opt: optimization passes for MiniMax-H3, each with a promise that is checked against the unmodified pipeline."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ __all__ = [
     "verify",
 ]
 
-_HOME = {
+_MODULES = {
     "optimize": "h3opt.compiler.optimize",
     "Optimized": "h3opt.compiler.optimize",
     "load_profile": "h3opt.profiles.selection",
     "list_passes": "h3opt.pass_api.registry",
     "verify": "h3opt.verification.verify",
-    "Verdict": "h3opt.verification.verify",
+    "Verdict": "h3opt.verification.verdict",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Load the public names on first use: ``import h3opt`` alone must stay quick for the command line."""
-    if name not in _HOME:
+    """Import public names on first use: the command line needs a fast ``import h3opt``."""
+    if name not in _MODULES:
         if name == "reference":
             return importlib.import_module("h3opt.reference")
         raise AttributeError(f"module 'h3opt' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,17 +1,17 @@
-"""Every private or semi-private torch name h3opt relies on, in one place.
+"""The private and semi-private names of torch on which h3opt relies, in one place.
 
-| name | used for | tried on |
+| name | purpose | tested with |
 |---|---|---|
-| ``torch._dynamo.maybe_mark_dynamic`` | token dimensions are symbolic from the first capture | 2.11.0, 2.14.1 |
-| ``torch._dynamo.exc.BackendCompilerFailed`` | a backend's own error is raised as itself | 2.11.0, 2.14.1 |
-| ``torch._dynamo.exc.Unsupported`` | a graph break is said in h3opt's words | 2.14.1 |
-| ``torch._dynamo.exc.TorchDynamoException`` | whatever stops a compilation | 2.14.1 |
-| ``torch._dynamo.utils.counters`` | graphs compiled, and served by Inductor's cache | 2.14.1 |
-| ``torch._inductor.utils.clear_caches`` | what was compiled is read from its folder again | 2.14.1 |
+| ``torch._dynamo.maybe_mark_dynamic`` | make token dimensions symbolic from the first capture | 2.11.0, 2.14.1 |
+| ``torch._dynamo.exc.BackendCompilerFailed`` | raise the error of a backend without the wrapper | 2.11.0, 2.14.1 |
+| ``torch._dynamo.exc.Unsupported`` | report a graph break in a message of h3opt | 2.14.1 |
+| ``torch._dynamo.exc.TorchDynamoException`` | base class of all errors that stop a compilation | 2.14.1 |
+| ``torch._dynamo.utils.counters`` | count graphs that are compiled, and cache hits of Inductor | 2.14.1 |
+| ``torch._inductor.utils.clear_caches`` | make Inductor read compiled graphs from its cache folder again | 2.14.1 |
 | ``torch._inductor.compile_fx.compile_fx`` | the ``inductor`` executor | 2.11.0, 2.14.1 |
 | ``torch._subclasses.FakeTensor`` | shapes of traced and rewritten nodes | 2.11.0, 2.14.1 |
-| ``nn.Module._compiled_call_impl`` | the slot ``module.compile()`` sets; calls go there | 2.11.0, 2.14.1 |
-| ``nn.Module._call_impl`` | the call with its hooks, as ``module.compile()`` captures it | 2.11.0, 2.14.1 |
+| ``nn.Module._compiled_call_impl`` | the attribute that ``module.compile()`` sets and calls go to | 2.11.0, 2.14.1 |
+| ``nn.Module._call_impl`` | the call with hooks, as ``module.compile()`` captures it | 2.11.0, 2.14.1 |
 | ``SymInt.node.hint`` | real sizes for the probe | 2.11.0, 2.14.1 |
 | ``torch.fx.experimental.proxy_tensor.make_fx`` | tracing to the semantic graph | 2.11.0, 2.14.1 |
 """
@@ -45,42 +45,45 @@ __all__ = [
 
 
 def mark_dynamic(tensor: torch.Tensor, dims: Iterable[int]) -> None:
-    """Ask Dynamo to treat ``dims`` as symbolic; sizes 0 and 1 are specialised all the same."""
+    """Ask Dynamo to treat ``dims`` as symbolic; sizes 0 and 1 are specialized in any case."""
     for dim in dims:
         maybe_mark_dynamic(tensor, dim)
 
 
 def compile_with_inductor(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    """Compile ``graph`` as Inductor would; call it inside a Dynamo backend, where symbolic sizes are known."""
+    """Compile ``graph`` with Inductor. Call this inside a Dynamo backend, where symbolic sizes are known."""
     from torch._inductor.compile_fx import compile_fx
 
     return cast(Callable[..., Any], compile_fx(graph, example_inputs))
 
 
 def compile_counts() -> dict[str, int]:
-    """How many graphs Dynamo captured so far (``graphs``), and how many Inductor took from its cache (``hits``)."""
+    """Count the graphs that Dynamo has captured (``graphs``) and those that Inductor took from its cache (``hits``)."""
     from torch._dynamo.utils import counters
 
     return {"graphs": counters["stats"]["unique_graphs"], "hits": counters["inductor"]["fxgraph_cache_hit"]}
 
 
 def forget_compiled() -> None:
-    """Drop what Inductor holds in memory of its cache folder; functions already compiled keep running."""
+    """Clear Inductor's in-memory copy of the cache folder; functions that are already compiled keep running."""
     from torch._inductor.utils import clear_caches
 
     clear_caches()
 
 
 def module_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The module's call with its hooks, below any compiled entry."""
+    """Call a module with its hooks, but without the compiled call that :func:`set_compiled_call` installs."""
     return module._call_impl(*args, **kwargs)
 
 
 def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Send calls of ``module`` to ``call`` (``None``: back to the module itself) and return what was there.
+    """Make calls of ``module`` go to ``call``, or to the module itself for ``None``.
 
-    This is the slot ``module.compile()`` uses: the module keeps its type, its ``forward`` signature and its state
-    dict, and copies and pickles leave the slot behind.
+    This is the attribute that ``module.compile()`` sets: the module keeps its type, the signature of ``forward`` and
+    the state dict, and copies and pickles do not contain it.
+
+    Returns:
+        The previous value.
     """
     previous = module._compiled_call_impl
     module._compiled_call_impl = call  # type: ignore[assignment]
@@ -88,5 +91,5 @@ def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) 
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """The size a symbolic dimension had when it was captured."""
+    """Return the size that a symbolic dimension had at capture."""
     return size if isinstance(size, int) else int(cast(int, size.node.hint))

@@ -1,4 +1,4 @@
-"""What a figure depends on besides the code: versions, device, precision switches, autotuning, caches."""
+"""The environment of a measurement: versions, device, precision settings, autotuning and compiler caches."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import torch
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that a figure depends on."""
-    found = {}
+    """Return the installed versions of the packages that measurements depend on."""
+    installed = {}
     for package in ("h3opt", "torch", "triton", "diffusers", "transformers", "lpips"):
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            installed[package] = "not installed"
+    return installed
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Versions, device and switches, as JSON-ready types.
+    """Describe versions, device and settings as JSON-ready types.
 
-    Autotuning and compilers' caches decide which of several kernels runs: they are recorded as they are found, before
-    anything has compiled.
+    Autotuning and the caches of compilers can decide which of several kernels runs. Call this before the first
+    compilation: later the caches are never cold.
     """
     inductor = Path(
         os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"
@@ -42,13 +42,13 @@ def environment(device: str) -> dict[str, Any]:
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "autotune": os.environ.get("TORCHINDUCTOR_MAX_AUTOTUNE", "0") == "1",
-        "inductor_cache": _warmth(inductor),
-        "triton_cache": _warmth(triton),
+        "inductor_cache": _cache_state(inductor),
+        "triton_cache": _cache_state(triton),
         "versions": versions(),
     }
 
 
-def _warmth(folder: Path) -> str:
+def _cache_state(folder: Path) -> str:
     try:
         return "warm" if any(folder.iterdir()) else "cold"
     except OSError:
@@ -60,6 +60,6 @@ def _user() -> str:
     import re
 
     try:
-        return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())  # as Inductor spells it
+        return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())  # the name that Inductor gives the folder
     except (KeyError, OSError):  # a user without a name
         return ""

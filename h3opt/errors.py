@@ -1,4 +1,4 @@
-"""Errors a user can act on: each message is one sentence on what is wrong and one on what to do."""
+"""Exceptions and warnings. Each message has a sentence on what is wrong and a sentence on what to do."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable
 
 
 class H3OptError(Exception):
-    """Base of every error h3opt raises on purpose. The pipeline is as it was before the call that raised it."""
+    """Base of all errors that h3opt raises. The pipeline is as it was before the call that raised the error."""
 
 
 class UnknownPassError(H3OptError):
-    """A pass name that no registered pass has."""
+    """A name under which no pass is registered."""
 
 
 class PassOptionError(H3OptError):
-    """An option that the pass does not have, or a value it cannot take."""
+    """An unknown option or value."""
 
 
 class PassOrderError(H3OptError):
@@ -23,54 +23,54 @@ class PassOrderError(H3OptError):
 
 
 class PassConflictError(H3OptError):
-    """Two passes that cannot be on together, or one pass named twice."""
+    """Two passes that cannot be on together, or a pass that is given twice."""
 
 
 class PassDefinitionError(H3OptError):
-    """A pass class that does not follow the protocol (no name, no promise, name taken)."""
+    """A pass class that violates the protocol: without a name or a promise, or under the name of another pass."""
 
 
 class PipelineError(H3OptError):
-    """A pipeline in which h3opt knows no component, or that is in the wrong state for the call."""
+    """A pipeline without a component that h3opt supports, or in the wrong state; also files that cannot be written."""
 
 
 class DeviceError(H3OptError):
-    """A device that is missing or that a requested feature does not support."""
+    """A device that is absent, or that does not support a requested feature."""
 
 
 class ProfileError(H3OptError):
-    """A profile that cannot be found or read; the message names file, line and field."""
+    """A profile that does not exist or is not valid; the message names file, line and field."""
 
 
 class ShortfallError(H3OptError):
-    """A pass matched fewer sites than it must; the message shows the nearest non-match."""
+    """A pass that matched fewer sites than it must; the message shows the nearest miss."""
 
 
 class PassFailedError(H3OptError):
-    """A pass produced a graph that is not valid (dead inputs, wrong shapes or dtypes, unordered nodes)."""
+    """A pass that produced an invalid graph: wrong shapes or dtypes, or nodes out of order."""
 
 
 class CheckpointError(H3OptError):
-    """Weights that are missing, truncated, or of the wrong keys, shapes or dtypes."""
+    """Weights that are missing or truncated, or have wrong keys, shapes or dtypes."""
 
 
 class MemoryBudgetError(H3OptError):
-    """A memory budget that the work does not fit into; the message has the least that does."""
+    """A memory budget that is too small; the message gives the smallest sufficient budget."""
 
 
 class MissingDependencyError(H3OptError):
-    """An optional package that the call needs is not installed."""
+    """An optional package that is needed, but not installed."""
 
 
 class H3OptWarning(UserWarning):
-    """Base of every warning h3opt gives on purpose."""
+    """Base of all warnings of h3opt."""
 
 
 class ShortfallWarning(H3OptWarning):
-    """A pass matched fewer sites than it must, in a profile that says ``on_shortfall: warn``."""
+    """A pass that matched fewer sites than it must, in a profile with ``on_shortfall: warn``."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The clause ` (did you mean 'x'?)` for the closest known name, or an empty string."""
+    """Return `` (did you mean 'x'?)`` for the closest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""

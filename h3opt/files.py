@@ -1,7 +1,7 @@
-"""Files and folders that appear whole or not at all: written under another name beside their place, then renamed.
+"""Atomic writing of files and folders: written under a temporary name in the same folder, then renamed.
 
-A run that ends half-way, by an error, Ctrl-C or SIGTERM, takes its partial file with it. One that was killed without
-a chance to leaves a hidden ``.NAME.HOST-PID.partial``, which the next run that writes there removes.
+An error, Ctrl-C or SIGTERM removes the temporary file. A process that is killed leaves a hidden
+``.NAME.HOST-PID.partial``, which the next process on this host that writes the same file removes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from h3opt.errors import PipelineError
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str], encoding_error: type[Exception] = OSError) -> Iterator[Path]:
-    """A temporary name beside `path`, renamed to it on success and removed on failure.
+    """Yield a temporary path to write to; rename it to ``path`` on success and remove it on failure.
+
+    Args:
+        path: the file to write or replace.
+        encoding_error: the error of the encoder that writes the file, raised as ``PipelineError``.
 
     Raises:
-        PipelineError: it cannot be written.
+        PipelineError: the file cannot be written or encoded.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -33,17 +37,17 @@ def atomic_write(path: str | os.PathLike[str], encoding_error: type[Exception] =
             yield partial
             os.replace(partial, path)
     except OSError as error:
-        why = error.strerror or error  # not the partial file's name
+        why = error.strerror or error  # without the name of the temporary file
         raise PipelineError(f"cannot write {path} ({why}); name a file in a folder you can write to") from error
     except encoding_error as error:
         raise PipelineError(f"cannot encode {path} ({error}); check the size and the rates") from error
 
 
 def check_writable(path: Path) -> None:
-    """Refuse before the work what :func:`atomic_write` could not write after it.
+    """Check before a long computation that :func:`atomic_write` will be able to write ``path``.
 
     Raises:
-        PipelineError: it could not.
+        PipelineError: the file cannot be written.
     """
     if path.exists() and not path.is_file():
         raise PipelineError(f"{path} is no regular file. Give the name of a file in a folder you can write to.")
@@ -56,23 +60,50 @@ def check_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_sibling(path: Path) -> Iterator[Path]:
-    """A hidden name beside ``path`` for a file or a folder; what has that name at the end is removed.
+    """Yield a hidden temporary path in the folder of ``path``; a file or folder of that name is removed at the end.
 
-    Partial files that processes of this host left there and did not live to remove go too.
+    Temporary files of killed processes of this host are removed too.
     """
     stem, host = f".{path.name}.", platform.node().replace("/", "_")
     for leftover in path.parent.glob(f"{_literal(stem + host)}-*.partial"):
         number = leftover.name.removesuffix(".partial").rpartition("-")[2]
         if number.isdecimal() and not _alive(int(number)):
             _remove(leftover)
-    partial = path.parent / f"{stem}{host}-{os.getpid()}.partial"  # "." has no name
+    partial = path.parent / f"{stem}{host}-{os.getpid()}.partial"  # path.parent: "." has no name to replace
     try:
         yield partial
     finally:
         _remove(partial)
 
 
+def write_json(path: Path, data: Mapping[str, Any] | list[Any]) -> None:
+    """Write a JSON file atomically; a device or a pipe is written directly.
+
+    Raises:
+        PipelineError: the file cannot be written.
+    """
+    write_text(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically; a device or a pipe is written directly.
+
+    Raises:
+        PipelineError: the file cannot be written.
+    """
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_text(text, encoding="utf-8")  # a device or a pipe must not be replaced by a file
+            return
+        with temporary_sibling(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+    except OSError as error:
+        raise PipelineError(f"{path} cannot be written: {error.strerror}. Give another path.") from error
+
+
 def _literal(text: str) -> str:
+    """Escape a text for ``glob``."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in text)
 
 
@@ -81,7 +112,7 @@ def _alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # another user's
+    except OSError:  # a process of another user
         return True
     return True
 
@@ -92,29 +123,3 @@ def _remove(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def write_json(path: Path, data: Mapping[str, Any] | list[Any]) -> None:
-    """Write JSON whole or not at all; a device or a pipe is written to as it is.
-
-    Raises:
-        PipelineError: the file cannot be written.
-    """
-    write_text(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write text whole or not at all; a device or a pipe is written to as it is.
-
-    Raises:
-        PipelineError: the file cannot be written.
-    """
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            path.write_text(text, encoding="utf-8")  # a device or a pipe: a file must not take its place
-            return
-        with temporary_sibling(path) as partial:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
-    except OSError as error:
-        raise PipelineError(f"{path} cannot be written: {error.strerror}. Give another path.") from error

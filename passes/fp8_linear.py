@@ -21,6 +21,7 @@ class FP8LinearPass(FP8BlocksPass):
     """
 
     name = "fp8_linear"
+    block_kind = "transformer.block"
     # Tiny pipeline, 4 and 10 steps: the pass LPIPS 0.00006 and 61 dB, its mutant (scales off by two) 0.06 and 25.8 dB.
     promise = Perceptual(lpips=0.03, audio_snr_db=40.0, on_reference=Perceptual(lpips=0.00045, audio_snr_db=41.0))
 

@@ -1,4 +1,4 @@
-"""SwiGLU's gate and product as one kernel."""
+"""The gate and the product of SwiGLU as one kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fused_product(x: Any, dim: Any, middle: Any, end: Any) -> Any:
 @register
 @dataclass(frozen=True)
 class FusedSwiglu(GraphPass):
-    """Gate and product read each half once and write once; eager writes and reads the gate in between."""
+    """Gate and product read each half and write the result once; eager also writes and reads the gate."""
 
     name = "fused_swiglu"
     promise = Exact()
@@ -88,5 +88,5 @@ class FusedSwiglu(GraphPass):
 
         return (
             Mutant("silu of the first half", with_replacement(self, halves_exchanged)),
-            Mutant("any slices taken", without_guards(self)),
+            Mutant("no slices are rejected", without_guards(self)),
         )

@@ -1,4 +1,4 @@
-"""The gated residual sum as one kernel, where no norm follows to fold it into."""
+"""The gated residual sum as one kernel, where no norm follows that it can be fused with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fused_sum(residual: Any, y: Any, gate: Any, index: Any) -> Any:
     return ops.gated_residual(residual, y, gate, index)
 
 
-def rows_line_up(match: Match) -> str | None:
+def check_sum(match: Match) -> str | None:
     residual, y = match.tensor("residual"), match.tensor("y")
     if residual is None or y is None or str(residual.shape) != str(y.shape):
         return "residual and addend have different shapes"
@@ -38,21 +38,21 @@ def rows_line_up(match: Match) -> str | None:
 @register
 @dataclass(frozen=True)
 class GatedResidual(GraphPass):
-    """residual + gate · y reads each operand once; eager goes over memory three times, once to gather the gate."""
+    """residual + gate · y reads each operand once; eager makes three passes over memory, one to gather the gate."""
 
     name = "gated_residual"
     after = ("residual_fold",)
     promise = Exact()
 
     def rules(self) -> Sequence[Rule]:
-        return (Rule(gated_residual, fused_sum, rows_line_up, {"index": "gate"}),)
+        return (Rule(gated_residual, fused_sum, check_sum, {"index": "gate"}),)
 
     def expect(self, facts: GraphFacts) -> int | None:
-        """Two per block, less those that residual_fold took."""
+        """Count two sums per block, less those that residual_fold takes."""
         fold = facts.find("residual_fold")
-        both = facts.per(transformer_block=2)
+        total = facts.per(transformer_block=2)
         folded = fold.expect(facts) if isinstance(fold, GraphPass) else 0
-        return None if both is None or folded is None else both - folded
+        return None if total is None or folded is None else total - folded
 
     def example(self, draw: Draw) -> Example:
         def model(residual, y, gate, index):

@@ -1,12 +1,10 @@
-"""The gated residual folded into the norm that follows it."""
+"""The gated residual sum, fused with the norm that follows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from torch.nn.functional import rms_norm
 
 from h3opt.kernels import ops
 from h3opt.pass_api import (
@@ -19,21 +17,25 @@ from h3opt.pass_api import (
     Match,
     Mutant,
     Rule,
+    norm_and_modulate,
     register,
     with_replacement,
 )
 from h3opt.pass_api.guards import check_modulation
-from h3opt.pass_api.patterns import gated_residual, modulated_norm
+from h3opt.pass_api.patterns import gated_residual, modulated_norm, results
 
 
-def chain(residual: Any, y: Any, gate: Any, shape: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any):
+def chain(
+    residual: Any, y: Any, gate: Any, shape: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any
+) -> Any:
     hidden = gated_residual(residual, y, gate, index)
     return hidden, modulated_norm(hidden, shape, weight, eps, scale, shift, index)
 
 
-def fold(residual: Any, y: Any, gate: Any, shape: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any):
-    out = ops.residual_norm_modulate(residual, y, gate, weight, scale, shift, index, eps)
-    return out[0], out[1]
+def fold(
+    residual: Any, y: Any, gate: Any, shape: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any
+) -> Any:
+    return results(ops.residual_norm_modulate(residual, y, gate, weight, scale, shift, index, eps), 2)
 
 
 def chain_to_fused(residual: Any, y: Any, gate: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any):
@@ -42,31 +44,32 @@ def chain_to_fused(residual: Any, y: Any, gate: Any, weight: Any, eps: Any, scal
 
 
 def fold_to_fused(residual: Any, y: Any, gate: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any):
-    out = ops.residual_norm_modulate(residual, y, gate, weight, scale, shift, index, eps)
-    return out[0], out[1]
+    return results(ops.residual_norm_modulate(residual, y, gate, weight, scale, shift, index, eps), 2)
 
 
-def chain_to_quantized(residual: Any, y: Any, gate: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any):
+def chain_to_quantized(
+    residual: Any, y: Any, gate: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any
+) -> Any:
     hidden = gated_residual(residual, y, gate, index)
-    out = ops.norm_modulate_quantize(hidden, weight, scale, shift, index, eps)
-    return hidden, out[0], out[1]
+    return hidden, *results(ops.norm_modulate_quantize(hidden, weight, scale, shift, index, eps), 2)
 
 
-def fold_to_quantized(residual: Any, y: Any, gate: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any):
-    out = ops.residual_norm_modulate_quantize(residual, y, gate, weight, scale, shift, index, eps)
-    return out[0], out[1], out[2]
+def fold_to_quantized(
+    residual: Any, y: Any, gate: Any, weight: Any, eps: Any, scale: Any, shift: Any, index: Any
+) -> Any:
+    return results(ops.residual_norm_modulate_quantize(residual, y, gate, weight, scale, shift, index, eps), 3)
 
 
-def foldable(match: Match) -> str | None:
+def check_fold(match: Match) -> str | None:
     return check_modulation(match, "residual", "y", "gate", "weight", "scale", "shift")
 
 
 @register
 @dataclass(frozen=True)
 class ResidualFold(GraphPass):
-    """The residual sum stays on chip for the norm that reads it next, instead of going out to memory and back.
+    """The norm reads the residual sum from registers, where eager writes it to memory and reads it back.
 
-    With ``scope: model`` it also crosses the border between two blocks.
+    With ``scope: model`` this includes the sum at the end of a block and the norm at the start of the next block.
     """
 
     name = "residual_fold"
@@ -74,11 +77,11 @@ class ResidualFold(GraphPass):
     promise = Exact()
 
     def rules(self) -> Sequence[Rule]:
-        into = {"index": "gate"}  # index holds row numbers of gate: what the probe has to draw
+        into = {"index": "gate"}  # the probe draws row numbers of the gate table for the index
         return (
-            Rule(chain, fold, foldable, into),
-            Rule(chain_to_fused, fold_to_fused, foldable, into),
-            Rule(chain_to_quantized, fold_to_quantized, foldable, into),
+            Rule(chain, fold, check_fold, into),
+            Rule(chain_to_fused, fold_to_fused, check_fold, into),
+            Rule(chain_to_quantized, fold_to_quantized, check_fold, into),
         )
 
     def expect(self, facts: GraphFacts) -> int | None:
@@ -89,8 +92,7 @@ class ResidualFold(GraphPass):
     def example(self, draw: Draw) -> Example:
         def model(residual, y, gate, weight, scale, shift, index):
             hidden = residual + gate.index_select(0, index) * y
-            normed = rms_norm(hidden, (hidden.shape[-1],), weight, 1e-5)
-            return hidden, normed * (1.0 + scale.index_select(0, index)) + shift.index_select(0, index)
+            return hidden, norm_and_modulate(hidden, weight, scale, shift, index)
 
         return Example(model, self._arguments(draw))
 
@@ -98,25 +100,21 @@ class ResidualFold(GraphPass):
         def gate_per_channel(draw: Draw) -> Example:
             def model(residual, y, gate, weight, scale, shift, index):
                 hidden = residual + gate[0] * y
-                normed = rms_norm(hidden, (hidden.shape[-1],), weight, 1e-5)
-                return hidden, normed * (1.0 + scale.index_select(0, index)) + shift.index_select(0, index)
+                return hidden, norm_and_modulate(hidden, weight, scale, shift, index)
 
             return Example(model, self._arguments(draw))
 
         def other_index(draw: Draw) -> Example:
             def model(residual, y, gate, weight, scale, shift, index, other):
                 hidden = residual + gate.index_select(0, other) * y
-                normed = rms_norm(hidden, (hidden.shape[-1],), weight, 1e-5)
-                return hidden, normed * (1.0 + scale.index_select(0, index)) + shift.index_select(0, index)
+                return hidden, norm_and_modulate(hidden, weight, scale, shift, index)
 
             return Example(model, (*self._arguments(draw), draw.index(draw.rows, draw.tokens)))
 
         def table_depends_on_sum(draw: Draw) -> Example:
             def model(residual, y, gate, weight, scale, shift, index):
                 hidden = residual + gate.index_select(0, index) * y
-                shift = shift + hidden.mean()
-                normed = rms_norm(hidden, (hidden.shape[-1],), weight, 1e-5)
-                return hidden, normed * (1.0 + scale.index_select(0, index)) + shift.index_select(0, index)
+                return hidden, norm_and_modulate(hidden, weight, scale, shift + hidden.mean(), index)
 
             return Example(model, self._arguments(draw))
 
@@ -128,8 +126,7 @@ class ResidualFold(GraphPass):
 
     def mutants(self) -> Sequence[Mutant]:
         def gate_on_residual(residual, y, gate, shape, weight, eps, scale, shift, index):
-            out = ops.residual_norm_modulate(y, residual, gate, weight, scale, shift, index, eps)
-            return out[0], out[1]
+            return results(ops.residual_norm_modulate(y, residual, gate, weight, scale, shift, index, eps), 2)
 
         def sum_not_handed_on(residual, y, gate, shape, weight, eps, scale, shift, index):
             out = ops.residual_norm_modulate(residual, y, gate, weight, scale, shift, index, eps)

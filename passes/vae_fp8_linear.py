@@ -23,6 +23,7 @@ class VAEFP8Linear(FP8BlocksPass):
     """
 
     name = "vae_fp8_linear"
+    block_kind = "vae.block"
     # Tiny pipeline, 3 steps: the pass LPIPS 0.00003, its mutant (scales off by two) 0.076.
     promise = Perceptual(lpips=0.05, on_reference=Perceptual(lpips=0.00025))
 

@@ -1,4 +1,4 @@
-"""The video decoder's per-head RMSNorm and rotary embedding as one kernel."""
+"""Per-head RMSNorm and rotary embedding of the video decoder as one kernel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 def widened(
     x: Any, shape: Any, eps: Any, cos: Any, sin: Any, dim: Any, half: Any, rotary: Any, end: Any, wide: Any, own: Any
 ) -> Any:
-    """In 16 bits: the decoder norms in float32 and rounds to its own dtype before it turns."""
+    """Match a decoder in 16 bits: it norms in float32 and rounds to 16 bits before the rotation."""
     normed = aten.to.dtype(aten.rms_norm(aten.to.dtype(x, wide), shape, None, eps), own)
     return rotate_half(normed, cos, sin, dim, half, rotary, end)
 
@@ -45,7 +45,7 @@ def fused_widened(
 
 
 def single(x: Any, shape: Any, eps: Any, cos: Any, sin: Any, dim: Any, half: Any, rotary: Any, end: Any) -> Any:
-    """In float32 there is nothing to cast."""
+    """Match a decoder in float32: there are no casts."""
     return rotate_half(aten.rms_norm(x, shape, None, eps), cos, sin, dim, half, rotary, end)
 
 
@@ -53,8 +53,8 @@ def fused_single(x: Any, shape: Any, eps: Any, cos: Any, sin: Any, dim: Any, hal
     return ops.unweighted_norm_rope(x, aten.squeeze.dim(cos, 2), aten.squeeze.dim(sin, 2), eps)
 
 
-def lines_up(match: Match) -> str | None:
-    """Why a site is not the decoder's: other shapes, or casts that are not those around a float32 norm."""
+def check_heads(match: Match) -> str | None:
+    """Reject shapes that are not those of heads and angles, and casts that are not those around a float32 norm."""
     if (reason := check_rope(match, per_sample=True)) is not None:
         return reason
     dtypes = match.dtypes("x", "cos", "sin")
@@ -69,22 +69,22 @@ def lines_up(match: Match) -> str | None:
 @register
 @dataclass(frozen=True)
 class VAEFusedQKV(GraphPass):
-    """Q and K of the video decoder are normed in float32, turned and laid out in one kernel each; eager launches nine.
+    """Q and K of the video decoder each take one kernel for norm, rotation and layout; eager launches nine.
 
-    V is left where its projection wrote it: attention reads it there.
+    V needs no kernel: attention reads it where the projection wrote it.
     """
 
     name = "vae_fused_qkv"
     promise = Exact()
 
     def rules(self) -> Sequence[Rule]:
-        return (Rule(widened, fused_widened, guard=lines_up), Rule(single, fused_single, guard=lines_up))
+        return (Rule(widened, fused_widened, guard=check_heads), Rule(single, fused_single, guard=check_heads))
 
     def expect(self, facts: GraphFacts) -> int | None:
         return facts.per(vae_block=2)
 
     def example(self, draw: Draw) -> Example:
-        return Example(_norm_and_turn, _arguments(draw))
+        return Example(_norm_and_rotate, _arguments(draw))
 
     def declines(self) -> Sequence[Decline]:
         def weighted(draw: Draw) -> Example:
@@ -92,27 +92,27 @@ class VAEFusedQKV(GraphPass):
 
         def normed_in_sixteen_bits(draw: Draw) -> Example:
             def model(x, cos, sin):
-                return _turn(rms_norm(x, (x.shape[-1],), None, 1e-5), cos, sin)
+                return _rotate(rms_norm(x, (x.shape[-1],), None, 1e-5), cos, sin)
 
-            return Example(model, tuple(one.bfloat16() for one in _arguments(draw)))
+            return Example(model, tuple(tensor.bfloat16() for tensor in _arguments(draw)))
 
-        def turned_in_float32(draw: Draw) -> Example:
+        def rotated_in_float32(draw: Draw) -> Example:
             def model(x, cos, sin):
-                return _turn(rms_norm(x.float(), (x.shape[-1],), None, 1e-5), cos, sin).to(x.dtype)
+                return _rotate(rms_norm(x.float(), (x.shape[-1],), None, 1e-5), cos, sin).to(x.dtype)
 
-            return Example(model, tuple(one.bfloat16() for one in _arguments(draw)))
+            return Example(model, tuple(tensor.bfloat16() for tensor in _arguments(draw)))
 
         def promoted(draw: Draw) -> Example:
             x, cos, sin = _arguments(draw)
             return Example(
-                lambda x, cos, sin: _turn(rms_norm(x, (x.shape[-1],), None, 1e-5), cos, sin),
+                lambda x, cos, sin: _rotate(rms_norm(x, (x.shape[-1],), None, 1e-5), cos, sin),
                 (x, cos.double(), sin.double()),
             )
 
         return (
             Decline("the norm has a weight, as in the transformer", weighted),
             Decline("the norm's result is rounded but not its input widened", normed_in_sixteen_bits),
-            Decline("nothing is rounded between norm and rotation", turned_in_float32),
+            Decline("nothing is rounded between norm and rotation", rotated_in_float32),
             Decline("the angles have another dtype, so the product is promoted", promoted),
         )
 
@@ -121,30 +121,30 @@ class VAEFusedQKV(GraphPass):
             return ops.unweighted_norm_rope(x, aten.squeeze.dim(cos, 2), aten.neg(aten.squeeze.dim(sin, 2)), eps)
 
         def not_rounded_between(x, shape, eps, cos, sin, dim, half, rotary, end, wide, own):
-            turned = rotate_half(
+            rotated = rotate_half(
                 aten.rms_norm(aten.to.dtype(x, wide), shape, None, eps), cos, sin, dim, half, rotary, end
             )
-            return aten.to.dtype(turned, own)
+            return aten.to.dtype(rotated, own)
 
         return (
-            Mutant("turned backwards", with_replacement(self, backwards, rule=1)),
+            Mutant("rotated backwards", with_replacement(self, backwards, rule=1)),
             Mutant("the rotation reads what the norm has not rounded", with_replacement(self, not_rounded_between)),
         )
 
 
 def _arguments(draw: Draw) -> tuple[torch.Tensor, ...]:
-    turning = draw.head_dim * 3 // 4
+    rotary = draw.head_dim * 3 // 4
     x = draw.tensor(draw.batch, draw.tokens, draw.heads, draw.head_dim)
-    return (x, *(draw.tensor(draw.batch, draw.tokens, 1, turning) for _ in range(2)))
+    return (x, *(draw.tensor(draw.batch, draw.tokens, 1, rotary) for _ in range(2)))
 
 
-def _norm_and_turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _norm_and_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     normed = rms_norm(x.float(), (x.shape[-1],), None, 1e-5).to(x.dtype)
-    return _turn(normed, cos.to(x.dtype), sin.to(x.dtype))
+    return _rotate(normed, cos.to(x.dtype), sin.to(x.dtype))
 
 
-def _turn(normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     rotary = cos.shape[-1]
-    turned, passed = normed[..., :rotary], normed[..., rotary:]
-    first, second = turned.chunk(2, dim=-1)
-    return torch.cat((turned * cos + torch.cat((-second, first), dim=-1) * sin, passed), dim=-1)
+    rotated, passed = normed[..., :rotary], normed[..., rotary:]
+    first, second = rotated.chunk(2, dim=-1)
+    return torch.cat((rotated * cos + torch.cat((-second, first), dim=-1) * sin, passed), dim=-1)

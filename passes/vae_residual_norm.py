@@ -23,42 +23,38 @@ from h3opt.pass_api import (
     register,
     with_replacement,
 )
-from h3opt.pass_api.guards import check_contiguous, check_wide_norm
-from h3opt.pass_api.patterns import narrowed_norm, widened_norm
+from h3opt.pass_api.guards import check_layer_scale, check_wide_norm
+from h3opt.pass_api.patterns import narrowed_norm, results, scaled_residual, widened_norm
 
 aten = torch.ops.aten
-_SIXTEEN_OR_32_BITS = {torch.float32, torch.bfloat16, torch.float16}
+QKV = frozenset({"attn.to_q", "attn.to_k", "attn.to_v"})
 
 
-def chain(residual: Any, y: Any, scale: Any, shape: Any, weight: Any, eps: Any, own: Any):
-    hidden = residual + y * scale
+def chain(residual: Any, y: Any, scale: Any, shape: Any, weight: Any, eps: Any, own: Any) -> Any:
+    hidden = scaled_residual(residual, y, scale)
     return hidden, narrowed_norm(hidden, shape, weight, eps, own)
 
 
-def fold(residual: Any, y: Any, scale: Any, shape: Any, weight: Any, eps: Any, own: Any):
-    out = ops.scaled_residual_norm(residual, y, scale, weight, eps, own)
-    return out[0], out[1]
+def fold(residual: Any, y: Any, scale: Any, shape: Any, weight: Any, eps: Any, own: Any) -> Any:
+    return results(ops.scaled_residual_norm(residual, y, scale, weight, eps, own), 2)
 
 
-def chain_in_float32(residual: Any, y: Any, scale: Any, shape: Any, weight: Any, eps: Any):
-    hidden = residual + y * scale
+def chain_in_float32(residual: Any, y: Any, scale: Any, shape: Any, weight: Any, eps: Any) -> Any:
+    hidden = scaled_residual(residual, y, scale)
     return hidden, aten.rms_norm(hidden, shape, weight, eps)
 
 
-def fold_in_float32(residual: Any, y: Any, scale: Any, shape: Any, weight: Any, eps: Any):
-    out = ops.scaled_residual_norm(residual, y, scale, weight, eps, torch.float32)
-    return out[0], out[1]
+def fold_in_float32(residual: Any, y: Any, scale: Any, shape: Any, weight: Any, eps: Any) -> Any:
+    return results(ops.scaled_residual_norm(residual, y, scale, weight, eps, torch.float32), 2)
 
 
-def chain_to_quantized(residual: Any, y: Any, scale: Any, weight: Any, eps: Any, own: Any):
-    hidden = residual + y * scale
-    out = ops.wide_norm_quantize(hidden, weight, eps, own)
-    return hidden, out[0], out[1]
+def chain_to_quantized(residual: Any, y: Any, scale: Any, weight: Any, eps: Any, own: Any) -> Any:
+    hidden = scaled_residual(residual, y, scale)
+    return hidden, *results(ops.wide_norm_quantize(hidden, weight, eps, own), 2)
 
 
-def fold_to_quantized(residual: Any, y: Any, scale: Any, weight: Any, eps: Any, own: Any):
-    out = ops.scaled_residual_norm_quantize(residual, y, scale, weight, eps, own)
-    return out[0], out[1], out[2]
+def fold_to_quantized(residual: Any, y: Any, scale: Any, weight: Any, eps: Any, own: Any) -> Any:
+    return results(ops.scaled_residual_norm_quantize(residual, y, scale, weight, eps, own), 3)
 
 
 def fused_widened(x: Any, shape: Any, weight: Any, eps: Any, wide: Any, own: Any) -> Any:
@@ -69,36 +65,20 @@ def fused_narrowed(x: Any, shape: Any, weight: Any, eps: Any, own: Any) -> Any:
     return ops.wide_norm(x, weight, eps, own)
 
 
-def scaled_sum(residual: Any, y: Any, scale: Any) -> Any:
-    return residual + y * scale
-
-
 def fused_sum(residual: Any, y: Any, scale: Any) -> Any:
     return ops.scaled_residual(residual, y, scale)
 
 
-def layer_scaled(match: Match) -> str | None:
-    """Why a sum is not one in float32 with an addend that has one scale per channel."""
-    residual, y, scale = (match.tensor(name) for name in ("residual", "y", "scale"))
-    if residual is None or y is None or scale is None or str(residual.shape) != str(y.shape):
-        return "residual and addend are not two tensors of one shape"
-    if scale.ndim != 1 or y.ndim < 2 or str(scale.shape[0]) != str(y.shape[-1]):
-        return f"the addend is scaled by {list(scale.shape)}, not by one number per channel"
-    if scale.dtype != torch.float32 or not match.dtypes("residual", "y") <= _SIXTEEN_OR_32_BITS:
-        return f"{residual.dtype} + {y.dtype} · {scale.dtype} is not a sum in float32"
-    return check_contiguous(match)
-
-
-def foldable(match: Match) -> str | None:
-    return layer_scaled(match) or check_wide_norm(match)
+def check_fold(match: Match) -> str | None:
+    return check_layer_scale(match) or check_wide_norm(match)
 
 
 @register
 @dataclass(frozen=True)
 class VAEResidualNorm(GraphPass):
-    """The video decoder's float32 residual is scaled, summed, normed and rounded in one go; eager takes four kernels.
+    """LayerScale, residual sum, norm and rounding in the video decoder take one kernel; eager launches four.
 
-    A block's first norm and its last sum stand alone, as one kernel each in place of two.
+    The first norm and the last sum of a block have no neighbour to fuse with: each becomes one kernel instead of two.
     """
 
     name = "vae_residual_norm"
@@ -107,19 +87,18 @@ class VAEResidualNorm(GraphPass):
 
     def rules(self) -> Sequence[Rule]:
         return (
-            Rule(chain, fold, foldable),
-            Rule(chain_in_float32, fold_in_float32, foldable),
-            Rule(chain_to_quantized, fold_to_quantized, layer_scaled),
+            Rule(chain, fold, check_fold),
+            Rule(chain_in_float32, fold_in_float32, check_fold),
+            Rule(chain_to_quantized, fold_to_quantized, check_layer_scale),
             Rule(widened_norm, fused_widened, check_wide_norm),
             Rule(narrowed_norm, fused_narrowed, check_wide_norm),
-            Rule(scaled_sum, fused_sum, layer_scaled),
+            Rule(scaled_residual, fused_sum, check_layer_scale),
         )
 
     def expect(self, facts: GraphFacts) -> int | None:
-        """Both sums of a block, and its first norm where that is cast and quant_producer_fusion does not take it."""
-        decoder = facts.find("vae_fp8_linear") if facts.find("quant_producer_fusion") is not None else None
-        layers = decoder.options()["layers"] if decoder is not None and facts.operators.get(ops.quantize_rows) else ()
-        taken = {"attn.to_q", "attn.to_k", "attn.to_v"} <= set(layers)
+        """Count both sums of a block, and the first norm if it is cast and quant_producer_fusion leaves it."""
+        quantized = facts.operators.get(ops.quantize_rows) and facts.quantized_layers("vae.block") >= QKV
+        taken = quantized and facts.find("quant_producer_fusion") is not None
         return facts.per(vae_block=2 if taken or not facts.operators.get(aten.to.dtype) else 3)
 
     def example(self, draw: Draw) -> Example:
@@ -130,15 +109,15 @@ class VAEResidualNorm(GraphPass):
         return Example(model, _arguments(draw))
 
     def declines(self) -> Sequence[Decline]:
-        def summed(residual, y, scale, weight):
+        def unnormed(residual, y, scale, weight):
             return residual + y * scale
 
         def in_sixteen_bits(draw: Draw) -> Example:
-            return Example(summed, tuple(one.bfloat16() for one in _arguments(draw)))
+            return Example(unnormed, tuple(tensor.bfloat16() for tensor in _arguments(draw)))
 
         def scale_per_token(draw: Draw) -> Example:
             residual, y, _, weight = _arguments(draw)
-            return Example(summed, (residual, y, draw.tensor(draw.tokens, draw.channels).float(), weight))
+            return Example(unnormed, (residual, y, draw.tensor(draw.tokens, draw.channels).float(), weight))
 
         def addend_read_twice(draw: Draw) -> Example:
             def model(residual, y, scale, weight):
@@ -162,8 +141,7 @@ class VAEResidualNorm(GraphPass):
 
     def mutants(self) -> Sequence[Mutant]:
         def scale_on_residual(residual, y, scale, shape, weight, eps, own):
-            out = ops.scaled_residual_norm(y, residual, scale, weight, eps, own)
-            return out[0], out[1]
+            return results(ops.scaled_residual_norm(y, residual, scale, weight, eps, own), 2)
 
         def sum_not_handed_on(residual, y, scale, shape, weight, eps):
             return residual + 0.0, fold_in_float32(residual, y, scale, shape, weight, eps)[1]
@@ -182,4 +160,4 @@ class VAEResidualNorm(GraphPass):
 def _arguments(draw: Draw) -> tuple[torch.Tensor, ...]:
     residual, y = (draw.tensor(draw.batch, draw.tokens, draw.channels) for _ in range(2))
     scale, weight = (draw.tensor(draw.channels).float() for _ in range(2))
-    return residual.float(), y, scale, weight  # only y has the decoder's own dtype
+    return residual.float(), y, scale, weight  # the decoder keeps the others in float32

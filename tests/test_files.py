@@ -1,4 +1,4 @@
-"""Whatever is written appears whole or not at all, however the writing ends, and a rerun finds nothing in its way."""
+"""Files and folders are written atomically: complete or not at all, and the next run finds no remains."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def evidence(call: int) -> Evidence:
 @pytest.mark.parametrize(
     "stopped_in", ["h3opt.verification.evidence.save_file", "pathlib.Path.write_text", "pathlib.Path.rename"]
 )
-def test_interrupted_evidence_is_the_old_one(stopped_in, tmp_path, monkeypatch):
+def test_interrupted_evidence_stays_the_old_evidence(stopped_in, tmp_path, monkeypatch):
     write_evidence(tmp_path / "e", evidence(1))
     with monkeypatch.context() as patch:
         patch.setattr(stopped_in, stop)
         with pytest.raises(KeyboardInterrupt):
             write_evidence(tmp_path / "e", evidence(2))
-    assert read_evidence(tmp_path / "e").call == 1 and [one.name for one in tmp_path.iterdir()] == ["e"]
+    assert read_evidence(tmp_path / "e").call == 1 and [path.name for path in tmp_path.iterdir()] == ["e"]
     write_evidence(tmp_path / "e", evidence(3))
-    assert read_evidence(tmp_path / "e").call == 3 and [one.name for one in tmp_path.iterdir()] == ["e"]
+    assert read_evidence(tmp_path / "e").call == 3 and [path.name for path in tmp_path.iterdir()] == ["e"]
 
 
 def test_what_a_killed_run_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):

@@ -25,6 +25,7 @@ from h3opt.device import Device
 from h3opt.errors import PipelineError, nearest
 from h3opt.metrics.audio import audio_snr_db
 from h3opt.metrics.lpips import LPIPS_MIN_SIZE, check_lpips, lpips_per_frame
+from h3opt.metrics.video import denormalize
 from h3opt.pass_api.base import FormatPass, GraphFacts, GraphPass, Pass, SchedulePass
 from h3opt.pass_api.ordering import strictest_first
 from h3opt.pipeline.tiling.plan import plan_decode
@@ -411,9 +412,4 @@ class _Decodes(BenchmarkRunner[DecodeArm]):
         assert decoded.video is not None
         if decoded.in_range:
             return decoded.video
-        pipe = self.view.pipe
-        mean, std = (
-            torch.tensor(one, device=decoded.video.device).view(1, -1, 1, 1, 1)
-            for one in (pipe.pixel_mean, pipe.pixel_std)
-        )
-        return (decoded.video.float() * std + mean).clamp(0, 1).transpose(1, 2)
+        return denormalize(decoded.video, self.view.pipe.pixel_mean, self.view.pipe.pixel_std)

@@ -148,7 +148,7 @@ def _roles(rule: Rule) -> dict[str, Callable[..., Any] | None]:
 
 
 def _helpers(rules: Sequence[Rule]) -> list[FunctionType]:
-    """What the functions of rules call, directly or not, in their own file and among the shared patterns."""
+    """What the functions of rules call, directly or not, in their own file and among the shared patterns and guards."""
     shown = [function for rule in rules for function in _roles(rule).values() if function is not None]
     found: list[FunctionType] = []
     todo = list(shown)
@@ -163,10 +163,13 @@ def _helpers(rules: Sequence[Rule]) -> list[FunctionType]:
 def _called(function: Callable[..., Any]) -> Iterator[FunctionType]:
     if not isinstance(function, FunctionType):
         return
-    shown = (function.__module__, patterns.__name__, guards.__name__)
     for name in function.__code__.co_names:
         called = function.__globals__.get(name)
-        if isinstance(called, FunctionType) and called.__module__ in shown:
+        if isinstance(called, FunctionType) and called.__module__ in (
+            function.__module__,
+            patterns.__name__,
+            guards.__name__,
+        ):
             yield called
 
 

@@ -10,13 +10,13 @@ from typing import Any
 from h3opt.compiler.executors import EXECUTORS
 from h3opt.compiler.report import Report
 from h3opt.compiler.session import Session, session_of
-from h3opt.errors import H3OptError, PassOptionError, PipelineError, ProfileError, nearest
+from h3opt.errors import PassOptionError, PipelineError, nearest
 from h3opt.pass_api.base import Pass
 from h3opt.pass_api.ordering import in_order
 from h3opt.pass_api.registry import make_pass
 from h3opt.pipeline.view import PipelineView
 from h3opt.profiles.schema import Profile
-from h3opt.profiles.selection import detect_profile, load_profile
+from h3opt.profiles.selection import detect_profile, load_profile, make_row_pass
 
 
 def optimize(
@@ -209,14 +209,7 @@ def _choose_passes(
             hint = f"Make an instance: {one.__name__}()." if isinstance(one, type) else "Give its name or an instance."
             raise PassOptionError(f"{one!r} is not a pass. {hint}")
         row = rows.get(one)
-        try:
-            instances.append(make_pass(one, row.options if row else None))
-        except PassOptionError as error:
-            raise PassOptionError(f"{profile.locate(row)}: {error}" if row else str(error)) from error
-        except H3OptError as error:
-            if row is None:
-                raise
-            raise ProfileError(f"{profile.locate(row, 'pass')}: {error}") from error
+        instances.append(make_pass(one) if row is None else make_row_pass(profile, row))
     return instances
 
 

@@ -1,1 +1,1 @@
-"""The semantic graph: how it is traced, brought into one spelling, matched and rewritten."""
+"""Semantic graphs: tracing, canonical form, pattern matching and rewriting."""

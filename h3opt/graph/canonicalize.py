@@ -1,7 +1,8 @@
-"""Bring a semantic graph into one spelling, so that one pattern per rewrite is enough.
+"""Bring a semantic graph into canonical form, so that one pattern per rewrite is enough.
 
-Every step keeps the bits: it drops work that does nothing (``dropout`` in inference, a cast to the dtype a tensor
-has), merges nodes that compute the same thing, and picks one operator where several mean the same.
+Every step preserves the bits of the outputs. The steps remove operators without effect (``dropout`` in inference, a
+cast to the dtype that a tensor already has), replace equivalent operators by one of them, write arguments in one form,
+and merge nodes that compute the same value.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from h3opt.graph.nodes import mutating_node, value
 
 aten = torch.ops.aten
 
-
 _PYTHON_OPERATORS: dict[Any, Any] = {
     operator.add: aten.add.Tensor,
     operator.mul: aten.mul.Tensor,
@@ -25,24 +25,23 @@ _PYTHON_OPERATORS: dict[Any, Any] = {
     operator.truediv: aten.div.Tensor,
     operator.neg: aten.neg.default,
 }
-
-
-_SAME_MEANING: dict[Any, Any] = {aten.add.Scalar: aten.add.Tensor, aten.mul.Scalar: aten.mul.Tensor}
-
-
-_TO_END = 2**63 - 1
+_EQUIVALENT_OVERLOADS: dict[Any, Any] = {aten.add.Scalar: aten.add.Tensor, aten.mul.Scalar: aten.mul.Tensor}
+_TO_END = 2**63 - 1  # the end of a slice that has none
 
 
 def canonicalize(module: GraphModule) -> GraphModule:
-    """Rewrite ``module``'s graph in place and return it. Graphs that write to tensors are left as they are."""
+    """Bring the graph of ``module`` into canonical form, in place, and return the module.
+
+    A graph that writes to tensors stays as it is: merging or removing nodes around a write could change results.
+    """
     if mutating_node(module) is None:
         for node in list(module.graph.nodes):
             if node.op == "call_function":
                 normalize(node)
-                _drop_if_idle(node)
+                _remove_if_without_effect(node)
         for node in list(module.graph.nodes):
             if node.op == "call_function":
-                _slice_instead_of_parts(node)
+                _convert_to_slices(node)
         _merge_equal_nodes(module)
         module.graph.eliminate_dead_code()
         module.recompile()
@@ -50,10 +49,10 @@ def canonicalize(module: GraphModule) -> GraphModule:
 
 
 def normalize(node: Node) -> None:
-    """Give an operator its one name and its arguments their one form."""
-    if "val" not in node.meta or value(node) is not None:  # a pattern, or tensors: sizes keep Python's operators
+    """Write an operator and the arguments of a node in canonical form."""
+    if "val" not in node.meta or value(node) is not None:  # a pattern, or tensors: sizes keep the operators of Python
         node.target = _PYTHON_OPERATORS.get(node.target, node.target)  # type: ignore[arg-type]
-    node.target = _SAME_MEANING.get(node.target, node.target)  # type: ignore[arg-type]
+    node.target = _EQUIVALENT_OVERLOADS.get(node.target, node.target)  # type: ignore[arg-type]
     _normalize_arguments(node)
     source = value(node.args[0]) if node.args else None
     if node.target is aten.transpose.int and source is not None:
@@ -61,13 +60,13 @@ def normalize(node: Node) -> None:
         first, second = (int(dim) % source.ndim for dim in node.args[1:3])  # type: ignore[arg-type, call-overload]
         order[first], order[second] = order[second], order[first]
         node.target, node.args = aten.permute.default, (node.args[0], order)
-    joined = value(node)
-    if node.target is aten.cat.default and joined is not None:
-        node.args = (node.args[0], int(node.args[1] if len(node.args) > 1 else 0) % joined.ndim)  # type: ignore[arg-type]
+    concatenated = value(node)
+    if node.target is aten.cat.default and concatenated is not None:
+        node.args = (node.args[0], int(node.args[1] if len(node.args) > 1 else 0) % concatenated.ndim)  # type: ignore[arg-type]
 
 
 def _normalize_arguments(node: Node) -> None:
-    """Move keyword arguments to their positions and cut trailing ones that equal the schema's defaults."""
+    """Move keyword arguments to their positions and remove trailing arguments that equal the defaults of the schema."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return
@@ -94,32 +93,38 @@ def _normalize_arguments(node: Node) -> None:
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def _drop_if_idle(node: Node) -> None:
+def _remove_if_without_effect(node: Node) -> None:
     source = node.args[0] if node.args else None
     before, after = value(source), value(node)
     if before is None or after is None or not isinstance(source, Node):
         return
-    idle = False
+    without_effect = False
     if node.target is aten.dropout.default:
-        idle = bool(node.args[1] == 0.0 or node.args[2] is False)
+        without_effect = bool(node.args[1] == 0.0 or node.args[2] is False)
     elif node.target in (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default):
-        # a copy or another memory format is asked for: not idle
-        copies = any(found not in (None, False) and not isinstance(found, torch.dtype) for found in node.args[2:])
-        idle = before.dtype == after.dtype and before.device == after.device and not copies and not node.kwargs
+        # Other arguments ask for a copy or another memory format.
+        copies = any(
+            argument not in (None, False) and not isinstance(argument, torch.dtype) for argument in node.args[2:]
+        )
+        same_type = before.dtype == after.dtype and before.device == after.device
+        without_effect = same_type and not copies and not node.kwargs
     elif node.target is aten.slice.Tensor:
         _, dim, start, end, step = _slice_arguments(node)
-        idle = start in (0, None) and step == 1 and (end in (None, _TO_END) or end == before.shape[dim])
+        without_effect = start in (0, None) and step == 1 and (end in (None, _TO_END) or end == before.shape[dim])
     elif node.target in (aten.alias.default, aten.lift_fresh.default):
-        idle = True
+        without_effect = True
     elif node.target in (aten.view.default, aten.reshape.default, aten.expand.default):
-        idle = before.shape == after.shape
-    if idle:
+        without_effect = before.shape == after.shape
+    if without_effect:
         node.replace_all_uses_with(source)
         node.graph.erase_node(node)
 
 
-def _slice_instead_of_parts(node: Node) -> None:
-    """``chunk``, ``split`` and ``narrow`` along a dimension of known size → ``slice``, dimensions counted from 0."""
+def _convert_to_slices(node: Node) -> None:
+    """Replace ``chunk``, ``split`` and ``narrow`` along a dimension of known size by ``slice``.
+
+    Dimensions and bounds of all slices are counted from the front.
+    """
     source = value(node.args[0]) if node.args else None
     if source is None:
         return
@@ -155,6 +160,7 @@ def _slice_arguments(node: Node) -> tuple[Any, ...]:
 
 
 def _parts(node: Node, source: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each result of a ``chunk`` or ``split``; nothing where sizes are symbolic."""
     dim = int(node.args[2] if len(node.args) > 2 else 0) % source.ndim  # type: ignore[arg-type]
     size = source.shape[dim]
     if not isinstance(size, int):
@@ -176,15 +182,15 @@ def _parts(node: Node, source: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _merge_equal_nodes(module: GraphModule) -> None:
-    """Inference graphs get no common-subexpression elimination: three linears would quantize one tensor three times."""
+    """Eliminate common subexpressions: else three layers that read one tensor would quantize it three times."""
     seen: dict[Any, Node] = {}
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
-        if _switches_mode(node):  # autocast, grad mode: the same operator means something else after it
+        if _switches_mode(node):  # autocast, grad mode: equal operators before and after compute different values
             seen.clear()
         if not _is_pure(node) or any(user.op == "output" for user in node.users):
-            continue  # two outputs are two tensors: writing to one must not show in the other
+            continue  # outputs stay separate tensors: the caller may write to one of them
         key = (node.target, _hashable(node.args), _hashable(node.kwargs))
         if key in seen:
             node.replace_all_uses_with(seen[key])
@@ -207,11 +213,12 @@ def _is_pure(node: Node) -> bool:
 
 
 def _hashable(argument: Any) -> Any:
+    """Return a key that is equal for equal arguments only."""
     if isinstance(argument, (list, tuple)):
         return tuple(_hashable(item) for item in argument)
     if isinstance(argument, dict):
         return tuple(sorted((name, _hashable(item)) for name, item in argument.items()))
-    # 1, 1.0 and True are equal to Python but not to an operator, and 0.0 is not -0.0.
+    # 1, 1.0 and True are equal in Python but not for an operator, and 0.0 is not -0.0.
     return (type(argument), repr(argument)) if isinstance(argument, (int, float)) else argument
 
 

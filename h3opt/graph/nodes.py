@@ -1,4 +1,4 @@
-"""Nodes and graphs: the tensor of a node, where a node came from, copies."""
+"""Helpers for nodes and graphs: the tensor of a node, the module that a node came from, copies of graphs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 
 
 def mutating_node(module: GraphModule) -> Node | None:
-    """The first node that writes to a tensor; a graph that has one cannot be matched across it safely."""
+    """Return the first node that writes to a tensor, if any: matching across a write is not safe."""
     for node in module.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op == "call_function" and schema is not None and schema.is_mutable:
@@ -18,13 +18,13 @@ def mutating_node(module: GraphModule) -> Node | None:
 
 
 def value(node: Any) -> torch.Tensor | None:
-    """The fake tensor of a node, or ``None`` for literals and nodes that hold no tensor."""
-    found = node.meta.get("val") if isinstance(node, Node) else None
-    return found if isinstance(found, torch.Tensor) else None
+    """Return the fake tensor of a node; ``None`` for literals and for nodes without a tensor."""
+    fake = node.meta.get("val") if isinstance(node, Node) else None
+    return fake if isinstance(fake, torch.Tensor) else None
 
 
 def copy_graph(module: GraphModule) -> GraphModule:
-    """A graph that can be rewritten without touching ``module``; metadata and constants are shared."""
+    """Copy a graph so that it can be rewritten without changing ``module``; metadata and constants are shared."""
     graph = Graph()
     output = graph.graph_copy(module.graph, {})
     graph.output(output)
@@ -32,7 +32,7 @@ def copy_graph(module: GraphModule) -> GraphModule:
 
 
 def describe_site(node: Node) -> str:
-    """A node and the module it came from, e.g. ``add_2 (norm2)``."""
+    """Return the name of a node and the path of the module that it came from, e.g. ``add_2 in norm2``."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return node.name

@@ -1,7 +1,7 @@
-"""Find the sites of a rule in a semantic graph, rewrite them, and say why the nearest miss was one.
+"""Rewrite the sites of rules in a semantic graph, and report near misses.
 
-``torch.fx.subgraph_rewriter`` finds sites too, but a pass here must be able to say *why* a site was left alone, match
-literals by name and try both orders of ``+`` and ``*``; hence a matcher of our own.
+``torch.fx.subgraph_rewriter`` rewrites sites too, but it cannot report *why* a site does not match, bind literals by
+name or try both operand orders of ``+`` and ``*``; hence the matcher in :mod:`h3opt.graph.matcher`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from h3opt.errors import PassDefinitionError, PassFailedError
 from h3opt.graph.matcher import Match, NearMiss, Rule, match_at, traced
 from h3opt.graph.nodes import describe_site, mutating_node, value
 
-aten = torch.ops.aten
-
 
 @dataclass
 class Outcome:
-    """What applying rules to one graph did."""
+    """The result of applying rules to a graph.
+
+    Attributes:
+        matched: how many sites were rewritten.
+        sites: these sites.
+        refused: sites that ``accept`` refused, with the reason.
+        near_misses: sites that match in part, the nearest first.
+    """
 
     matched: int = 0
     sites: list[str] = field(default_factory=list)
@@ -39,10 +44,10 @@ def apply_rules(
     Args:
         rules: tried in order at each site.
         module: a canonical semantic graph with fake values in ``node.meta["val"]``.
-        accept: a last check before a site is rewritten (the probe); returns a reason to leave it alone.
+        accept: the last check before a site is rewritten (the probe); returns a reason to leave the site unchanged.
 
     Raises:
-        PassFailedError: a replacement's outputs differ from the pattern's in shape, dtype or device.
+        PassFailedError: the outputs of a replacement differ from those of the pattern in shape, dtype or device.
     """
     outcome = Outcome()
     writer = mutating_node(module)
@@ -56,20 +61,20 @@ def apply_rules(
         for anchor in list(module.graph.nodes):
             if anchor.op != "call_function" or (not anchor.users):
                 continue
-            found, miss = match_at(rule, anchor)
-            if found is None:
+            match, miss = match_at(rule, anchor)
+            if match is None:
                 if miss is not None and miss.matched > 1:
                     missed.append((anchor, miss))
                 continue
-            reason = accept(found) if accept is not None else None
+            reason = accept(match) if accept is not None else None
             if reason is not None:
-                outcome.refused.append(f"{found.site}: {reason}")
+                outcome.refused.append(f"{match.site}: {reason}")
                 continue
             outcome.matched += 1
-            outcome.sites.append(found.site)
-            _replace(module, found)
-    left = set(module.graph.nodes)  # what another rule rewrote was no miss
-    misses = sorted((miss for node, miss in missed if node in left), key=lambda miss: -miss.matched)
+            outcome.sites.append(match.site)
+            _replace(module, match)
+    remaining = set(module.graph.nodes)  # a site that another rule has rewritten is no miss
+    misses = sorted((miss for node, miss in missed if node in remaining), key=lambda miss: -miss.matched)
     outcome.near_misses += [miss for miss in misses if 2 * miss.matched >= miss.of] or misses[:1]
     if outcome.matched:
         _sort_stably(module.graph)
@@ -80,6 +85,7 @@ def apply_rules(
 
 
 def _replace(module: GraphModule, match: Match) -> None:
+    """Insert the replacement before the anchor and erase the nodes of the pattern."""
     replacement = traced(match.rule.replacement)
     unknown = [node.target for node in replacement.placeholders if node.target not in match.bound]
     if unknown:
@@ -88,17 +94,17 @@ def _replace(module: GraphModule, match: Match) -> None:
             "Give pattern and replacement the same parameters."
         )
     anchor = match.anchor
-    made: dict[Node, Any] = {node: match.bound[str(node.target)] for node in replacement.placeholders}
+    inserted: dict[Node, Any] = {node: match.bound[str(node.target)] for node in replacement.placeholders}
     with module.graph.inserting_before(anchor):
         for node in replacement.nodes:
             if node.op == "call_function":
-                made[node] = module.graph.node_copy(node, lambda argument: made[argument])
-                made[node].meta = {"nn_module_stack": anchor.meta.get("nn_module_stack")}
-                made[node].meta["val"] = _fake_value(made[node], module)
+                inserted[node] = module.graph.node_copy(node, lambda argument: inserted[argument])
+                inserted[node].meta = {"nn_module_stack": anchor.meta.get("nn_module_stack")}
+                inserted[node].meta["val"] = _fake_value(inserted[node], module)
     for old, new in zip(match.outputs, replacement.outputs, strict=True):
         if old is None:
             continue
-        new_node = made[new]
+        new_node = inserted[new]
         _require_same_meta(old, new_node, match)
         old.replace_all_uses_with(new_node)
     replaced = set(match.nodes.values())
@@ -108,7 +114,7 @@ def _replace(module: GraphModule, match: Match) -> None:
 
 
 def _sort_stably(graph: Graph) -> None:
-    """Inputs before their readers, and otherwise the order as it was: random operators and mode switches have one."""
+    """Sort nodes topologically and otherwise keep the order, on which random operators and mode switches depend."""
     position = {node: number for number, node in enumerate(graph.nodes)}
     missing = {node: len(node.all_input_nodes) for node in position}
     ready = [number for node, number in position.items() if not missing[node]]
@@ -127,6 +133,7 @@ def _sort_stably(graph: Graph) -> None:
 
 
 def _fake_value(node: Node, module: GraphModule) -> Any:
+    """Run the operator of a new node on the fake tensors of the inputs."""
     tensors = (value(other) for other in module.graph.nodes)
     fake_mode = next(tensor.fake_mode for tensor in tensors if tensor is not None)  # type: ignore[attr-defined]
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])

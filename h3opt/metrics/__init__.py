@@ -1,1 +1,1 @@
-"""Distances between outputs: bits, LPIPS, video and audio measures, seams."""
+"""Measures of the difference between outputs: bits, LPIPS, video, audio and seams."""

@@ -10,13 +10,9 @@ import torch
 
 from h3opt.errors import PipelineError
 
-_CHUNK = 1 << 24  # elements compared at a time: int64 keys of a whole video would take gigabytes
-
-
+_CHUNK = 1 << 24  # elements at a time: int64 keys of a whole video would take gigabytes
 _UNCOUNTABLE = torch.iinfo(torch.int64).max
-
-
-# The integer type to view a floating point type as. All are sign-magnitude with the sign in the top bit.
+# The integer type of the same size. All floating point types are sign-magnitude with the sign in the top bit.
 _BITS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -25,20 +21,18 @@ _BITS = {
     torch.float8_e4m3fn: torch.int8,
     torch.float8_e5m2: torch.int8,
 }
-
-
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome of `bits_equal`; true when no bit differs.
+    """The result of :func:`bits_equal`; true when no bit differs.
 
     Attributes:
-        elements: compared.
-        differing: elements whose bits differ. NaNs are equal whatever their payload; +0 and -0 differ.
-        max_abs: the largest absolute difference; infinite where one side alone is NaN, or infinities differ.
-        max_ulps: the largest `ulp_distance`.
+        elements: how many elements were compared.
+        differing: how many of them differ in bits. All NaNs are equal, whatever the payload; +0 and -0 differ.
+        max_abs: the largest absolute difference; infinite where only one side is NaN, or infinities differ.
+        max_ulps: the largest :func:`ulp_distance`.
     """
 
     elements: int
@@ -64,14 +58,14 @@ class Comparison:
 
 
 def bits_equal(a: torch.Tensor, b: torch.Tensor) -> Comparison:
-    """Compare two tensors bit for bit, NaN payloads and signs aside.
+    """Compare two tensors bit for bit, except for the payloads and signs of NaNs.
 
     Args:
-        a, b: of one shape and dtype, any strides: float64, float32, float16, bfloat16, float8_e4m3fn,
-            float8_e5m2, bool or an integer type. `b` is moved to `a`'s device where they differ.
+        a, b: of one shape and dtype, with any strides: float64, float32, float16, bfloat16, float8_e4m3fn,
+            float8_e5m2, bool or an integer type. ``b`` is copied to the device of ``a`` where devices differ.
 
     Raises:
-        PipelineError: when shapes or dtypes differ, or the dtype is another one.
+        PipelineError: shapes or dtypes differ, or the dtype is not supported.
     """
     require_same(a, b)
     elements = differing = max_ulps = 0
@@ -93,25 +87,26 @@ def bits_equal(a: torch.Tensor, b: torch.Tensor) -> Comparison:
 
 
 def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """How many representable values of the dtype apart each pair of elements is: 0 equal, 1 neighbours, ...
+    """Count the steps between representable values from ``a`` to ``b``: 0 for equal values, 1 for neighbours.
 
-    +0 and -0 are 0 apart, infinity is the neighbour of the largest finite value, two NaNs are 0 apart. A NaN
-    and a number, and distances beyond int64, are `torch.iinfo(torch.int64).max` apart. Integers: |a - b|.
+    The distance of +0 and -0 is 0, as is that of two NaNs; infinity is the neighbour of the largest finite value. For a
+    NaN and a number, and beyond the range of int64, the distance is ``torch.iinfo(torch.int64).max``. For integers it
+    is ``|a - b|``.
 
     Args:
-        a, b: as `bits_equal`.
+        a, b: as for :func:`bits_equal`.
 
     Returns:
-        int64 of their shape, on `a`'s device.
+        int64 of the same shape, on the device of ``a``.
 
     Raises:
-        PipelineError: when shapes or dtypes differ, or the dtype is none of those that `bits_equal` takes.
+        PipelineError: shapes or dtypes differ, or the dtype is not supported.
     """
     require_same(a, b)
     b = b.to(a.device)
     key_a, key_b = _ordered(a), _ordered(b)
     distance = key_a - key_b
-    # Subtraction wrapped round where the operands' signs differ and the result's is not the first one's.
+    # The subtraction overflowed where the operands differ in sign and the result has not the sign of the first operand.
     wrapped = ((key_a ^ key_b) & (key_a ^ distance)) < 0
     distance = distance.abs().masked_fill(wrapped | (distance == torch.iinfo(torch.int64).min), _UNCOUNTABLE)
     if a.is_floating_point():
@@ -121,32 +116,32 @@ def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def row_ulps(reference: torch.Tensor, candidate: torch.Tensor) -> float:
-    """The largest difference, in units in the last place of the largest magnitude of its row (the last dimension).
+    """Compute the largest difference in units in the last place of the largest magnitude in the row (last dimension).
 
-    What another order of summation moves is a fraction of the summands, not of a sum that happens to be near zero.
+    Another order of summation changes a sum by a fraction of the summands, even if the sum itself is near zero; so the
+    row gives the scale, not the element.
 
     Args:
         reference, candidate: floating point, of equal shape and dtype.
 
     Returns:
-        0 where bits agree or both are NaN; infinity where only one is finite, or only one NaN.
+        0 for equal tensors, with NaN in the same places; infinity where only one side is finite or NaN.
     """
     require_same(reference, candidate)
     if not reference.numel():
         return 0.0
-    one, other = reference.double(), candidate.to(reference.device).double()
-    one, other = (x.unsqueeze(0) if x.ndim == 0 else x for x in (one, other))
-    same = (one == other) | (one.isnan() & other.isnan())
-    both = one.isfinite() & other.isfinite()
-    largest = one.abs().where(one.isfinite(), 0.0).amax(-1, keepdim=True)
+    a, b = (torch.atleast_1d(x.to(reference.device).double()) for x in (reference, candidate))
+    same = (a == b) | (a.isnan() & b.isnan())
+    finite = a.isfinite() & b.isfinite()
+    largest = a.abs().where(a.isfinite(), 0.0).amax(-1, keepdim=True)
     info = torch.finfo(reference.dtype)
-    step = torch.exp2(torch.log2(largest.clamp(min=info.tiny)).floor()) * info.eps
-    distance = ((one - other).abs() / step).where(both, float("inf")).masked_fill(same, 0.0)
+    ulp = torch.exp2(torch.log2(largest.clamp(min=info.tiny)).floor()) * info.eps
+    distance = ((a - b).abs() / ulp).where(finite, float("inf")).masked_fill(same, 0.0)
     return float(distance.max())
 
 
 def relative_error(reference: torch.Tensor, candidate: torch.Tensor) -> float:
-    """``‖candidate − reference‖ / ‖reference‖`` in float64; 0 for two zeros."""
+    """Compute ``‖candidate − reference‖ / ‖reference‖`` in float64; for a zero reference ``‖candidate‖``."""
     require_same(reference, candidate)
     distance = float((candidate.to(reference.device).double() - reference.double()).norm())
     size = float(reference.double().norm())
@@ -154,6 +149,11 @@ def relative_error(reference: torch.Tensor, candidate: torch.Tensor) -> float:
 
 
 def require_same(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Check that two tensors can be compared.
+
+    Raises:
+        PipelineError: shapes or dtypes differ.
+    """
     if a.shape != b.shape:
         raise PipelineError(f"cannot compare shapes {list(a.shape)} and {list(b.shape)}; pass equal requests")
     if a.dtype != b.dtype:
@@ -161,6 +161,7 @@ def require_same(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def paired_chunks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield equal parts of two tensors, flattened, on the device of ``a``: temporaries stay small."""
     flat_a, flat_b = a.detach().reshape(-1), b.detach().reshape(-1)
     for start in range(0, flat_a.numel(), _CHUNK):
         part = flat_a[start : start + _CHUNK]
@@ -176,7 +177,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _ordered(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 keys in the order of the values, consecutive for neighbouring values; both zeros have key 0."""
+    """Map values to int64 keys in the same order, consecutive for neighbouring values; both zeros have key 0."""
     bits = _bits(tensor)
     if tensor.dtype in _INTEGERS:
         return bits.to(torch.int64)

@@ -1,9 +1,8 @@
-"""LPIPS of video frames."""
+"""LPIPS of video frames, with the weights that are shipped with h3opt."""
 
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 from importlib.resources import files
 from pathlib import Path
@@ -15,9 +14,12 @@ from safetensors.torch import load_file
 
 from h3opt.errors import CheckpointError, MissingDependencyError, PipelineError
 from h3opt.metrics.bits import require_same
+from h3opt.metrics.video import frames_of
 
 LPIPS_MIN_SIZE = 31
-"""Smallest frame height and width in pixels that reach the last AlexNet layer with anything left."""
+"""Smallest frame height and width in pixels for which the last layer of AlexNet has an output."""
+
+_REPAIR = "reinstall h3opt, or make the file again with python -m h3opt.reference.lpips_weights"
 
 
 @torch.no_grad()
@@ -26,30 +28,33 @@ def lpips_per_frame(
     candidate: torch.Tensor,
     *,
     batch_size: int = 8,
-    weights: str | os.PathLike[str] | None = None,
 ) -> torch.Tensor:
-    """LPIPS (AlexNet, v0.1) of each frame: 0 for identical frames, 0.05 hard to see, 0.5 another picture.
+    """Compute LPIPS (AlexNet, v0.1) of each frame: 0 for identical frames, 0.05 hard to see, 0.5 another picture.
 
     Zhang et al., "The Unreasonable Effectiveness of Deep Features as a Perceptual Metric", CVPR 2018.
 
     Args:
-        reference, candidate: [batch, frames, 3, height, width] or [frames, 3, height, width], floating point
-            in [0, 1], at least 31 pixels high and wide: what the pipeline returns for `output_type="pt"`.
-        batch_size: frames that run through AlexNet at once.
-        weights: a safetensors file of the state of `lpips.LPIPS(net="alex")`; the file shipped with h3opt if
-            None.
+        reference, candidate: ``[batch, frames, 3, height, width]`` or ``[frames, 3, height, width]``, floating point
+            in [0, 1], at least 31 pixels high and wide: what the pipeline returns for ``output_type="pt"``.
+        batch_size: frames in a forward pass of AlexNet.
 
     Returns:
-        float32 [batch * frames] on the CPU. A frame with NaN in it has LPIPS NaN, which no bound accepts.
+        float32 ``[batch * frames]`` on the CPU. A frame that contains NaN has LPIPS NaN, which is within no bound.
 
     Raises:
-        PipelineError: when shapes or dtypes differ, or these are not videos in [0, 1] of sufficient size.
-        CheckpointError: when the weights are missing, truncated or not LPIPS'.
-        MissingDependencyError: when `lpips` is not installed.
+        PipelineError: shapes or dtypes differ, or these are not videos in [0, 1] of sufficient size.
+        CheckpointError: the weights are missing, truncated or not those of LPIPS.
+        MissingDependencyError: ``lpips`` is not installed.
     """
     require_same(reference, candidate)
-    frames = [_video_frames(video) for video in (reference, candidate)]
-    network = _lpips_network(_weights_path(weights), reference.device)
+    frames = [frames_of(video) for video in (reference, candidate)]
+    height, width = reference.shape[-2:]
+    if min(height, width) < LPIPS_MIN_SIZE:
+        raise PipelineError(
+            f"LPIPS needs frames of at least {LPIPS_MIN_SIZE}x{LPIPS_MIN_SIZE} pixels, "
+            f"got {height}x{width}; generate a larger video"
+        )
+    network = _lpips_network(_weights_path(), reference.device)
     values = []
     for start in range(0, frames[0].shape[0], batch_size):
         pair = [part[start : start + batch_size].to(reference.device, torch.float32) for part in frames]
@@ -64,34 +69,16 @@ def lpips_per_frame(
 
 
 def check_lpips() -> None:
-    """Load LPIPS as :func:`lpips_per_frame` will on the CPU, so that what it lacks is said before any work.
+    """Load LPIPS on the CPU, so that a missing package or file is reported before a long computation.
 
     Raises:
-        CheckpointError: when the weights are missing, truncated or not LPIPS'.
-        MissingDependencyError: when `lpips` is not installed.
+        CheckpointError: the weights are missing, truncated or not those of LPIPS.
+        MissingDependencyError: ``lpips`` is not installed.
     """
-    _lpips_network(_weights_path(None), torch.device("cpu"))
+    _lpips_network(_weights_path(), torch.device("cpu"))
 
 
-def _video_frames(video: torch.Tensor) -> torch.Tensor:
-    """[batch * frames, 3, height, width], or the error that says what is wrong with `video`."""
-    shape = list(video.shape)
-    if video.ndim not in (4, 5) or shape[-3] != 3 or video.numel() == 0 or not video.is_floating_point():
-        raise PipelineError(
-            "a video must be floating point [batch, frames, 3, height, width] or [frames, 3, height, width], "
-            f"got {video.dtype} {shape}"
-        )
-    if min(shape[-2:]) < LPIPS_MIN_SIZE:
-        raise PipelineError(
-            f"LPIPS needs frames of at least {LPIPS_MIN_SIZE}x{LPIPS_MIN_SIZE} pixels, "
-            f"got {shape[-2]}x{shape[-1]}; generate a larger video"
-        )
-    return video.detach().flatten(0, -4)
-
-
-def _weights_path(weights: str | os.PathLike[str] | None) -> Path:
-    if weights is not None:
-        return Path(weights)
+def _weights_path() -> Path:
     return Path(str(files("h3opt.reference") / "weights" / "lpips_alexnet.safetensors"))
 
 
@@ -104,13 +91,13 @@ def _lpips_network(weights: Path, device: torch.device) -> Any:
             f"LPIPS needs the packages lpips and torchvision ({error}); pip install lpips torchvision"
         ) from error
     state = _read_weights(weights)
-    # Building AlexNet draws initial weights, which must not move the caller's random state, and torchvision
-    # warns about how lpips asks for it.
+    # Constructing AlexNet draws initial weights, which must not change the random state of the caller; torchvision
+    # warns about deprecated arguments that lpips passes.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         network = lpips.LPIPS(net="alex", pretrained=False, pnet_rand=True, verbose=False)
     expected = network.state_dict()
-    # The scaling constants are part of the class, and `lins` is a second name of the heads.
+    # The constants of the scaling layer are part of the class, and `lins` is a second name for the `lin` layers.
     needed = {name for name in expected if name.startswith(("net.", "lin")) and not name.startswith("lins.")}
     if wrong := sorted(needed ^ state.keys()):
         raise CheckpointError(f"{weights} lacks, or should not have, {', '.join(wrong)}; {_REPAIR}")
@@ -121,9 +108,6 @@ def _lpips_network(weights: Path, device: torch.device) -> Any:
             )
     network.load_state_dict(state, strict=False)
     return network.eval().requires_grad_(False).to(device)
-
-
-_REPAIR = "reinstall h3opt, or make the file again with python -m h3opt.reference.lpips_weights"
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:

@@ -1,104 +1,85 @@
-"""Seams along the borders of decoder tiles."""
+"""Visibility of seams along the borders of decoder tiles.
+
+Two measures answer two questions. :func:`seam_visibility` gives a single score for a video, to compare ways of tiling
+with each other: the mean change over a border against that over the borders of the decoder's patches.
+:func:`border_step_ratios` gives a ratio for every line, to detect a fault: the median step over a line against those
+over the lines beside it, so that the edges of objects do not count.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from h3opt.errors import PipelineError
 from h3opt.metrics.video import frames_of, luma
 
+Borders = tuple[list[int], list[int]]
+"""Rows and columns of borders, in pixels; a border at ``y`` lies between lines ``y - 1`` and ``y``."""
+
+_NEIGHBOURS = 6  # lines on either side that give the usual step near a line
+_VISIBLE_STEP = 1 / 255  # an 8-bit level: smaller steps are invisible
+
 
 def seam_visibility(video: torch.Tensor, rows: Sequence[int], columns: Sequence[int], step: int = 16) -> float:
-    """How much more a picture changes across the borders of tiles than across other places: 1 where nothing shows.
+    """Compute how much more a video changes across borders of tiles than across other lines: 1 for invisible seams.
 
-    The mean absolute difference of neighbouring pixels over one border, divided by the mean over all other lines
-    at multiples of `step`: a decoder whose smallest patch is `step` pixels changes there too, seams or not. The
-    worst border counts, rows and columns apart, so that one visible seam is not averaged away.
+    The mean absolute difference of neighbouring pixels over a border, divided by the mean over all other lines at
+    multiples of ``step``: a decoder that writes patches of ``step`` pixels changes there with or without seams. Rows
+    and columns are compared separately, and the largest ratio counts, so that no average hides a visible seam.
 
     Args:
-        video: [batch, frames, 3, height, width] or [frames, 3, height, width], floating point.
-        rows, columns: where borders are: the pixel below, or to the right of, each.
-        step: of the lines compared with, in pixels; 1 for all lines.
+        video: ``[batch, frames, 3, height, width]`` or ``[frames, 3, height, width]``, floating point.
+        rows, columns: the borders: the pixel below, or to the right of, each.
+        step: distance of the lines to compare with, in pixels; 1 for all lines.
 
     Returns:
-        the worst ratio; infinite where the rest is flat and a border is not, 1 where all is flat.
+        The largest ratio; infinite where only a border changes, 1 where nothing changes.
 
     Raises:
-        PipelineError: there is no border, one lies outside the frame, or no other line is left to compare with.
+        PipelineError: this is no video, there is no border, a border lies outside the frame, or no other line is left
+            to compare with.
     """
-    if video.ndim not in (4, 5) or video.numel() == 0 or not video.is_floating_point():
-        raise PipelineError(f"seams are looked for in floating point videos, got {video.dtype} {list(video.shape)}")
+    frames = frames_of(video)
     if not rows and not columns:
         raise PipelineError("a picture of one tile has no seams; pass at least one border")
-    worst = 0.0
+    largest = 0.0
     for dim, borders in ((-2, sorted(set(rows))), (-1, sorted(set(columns)))):
-        length = video.shape[dim]
-        others = [line for line in range(step, length, step) if line not in borders]
         if not borders:
             continue
+        length = frames.shape[dim]
+        others = [line for line in range(step, length, step) if line not in borders]
         if borders[0] < 1 or borders[-1] >= length or not others:
             raise PipelineError(
                 f"borders {borders} and a line at a multiple of {step} besides must lie within {length} pixels; "
                 "pass borders inside the frame, or a smaller step"
             )
-        elsewhere = sum(_change(video, line, dim) for line in others) / len(others)
+        elsewhere = sum(_mean_change(frames, line, dim) for line in others) / len(others)
         for line in borders:
-            change = _change(video, line, dim)
-            flat = 1.0 if change == 0 else math.inf
-            worst = max(worst, change / elsewhere if elsewhere else flat)
-    return worst
+            change = _mean_change(frames, line, dim)
+            in_flat_picture = 1.0 if change == 0 else math.inf
+            largest = max(largest, change / elsewhere if elsewhere else in_flat_picture)
+    return largest
 
 
-def _change(video: torch.Tensor, line: int, dim: int) -> float:
-    before, after = (video.select(dim, at).double() for at in (line - 1, line))
-    return (after - before).abs().mean().item()
-
-
-_NEIGHBOURS = 6  # lines to either side that say how rough the picture is there
-
-
-_SMOOTH = 1 / 255  # a step of less than one 8-bit level is nothing anyone could see
-
-
-Borders = tuple[list[int], list[int]]
-"""(rows, columns) at which a tile starts or ends; a border at ``y`` lies between lines ``y - 1`` and ``y``."""
-
-
-def tile_borders(vae: Any, height: int, width: int) -> Borders:
-    """Where tiles of a MiniMax-H3 video decoder start and end inside a frame, in pixels."""
-    if not vae.use_tiling:
-        return [], []
-    found = []
-    for length, size, overlap in (
-        (height, vae.tile_sample_min_height, vae.tile_sample_min_overlap_height),
-        (width, vae.tile_sample_min_width, vae.tile_sample_min_overlap_width),
-    ):
-        starts, sizes, _ = vae._split_tiles(length, size, overlap)
-        edges = {*starts, *(start + size for start, size in zip(starts, sizes, strict=True))}
-        found.append(sorted(edge for edge in edges if 0 < edge < length))
-    return found[0], found[1]
-
-
-def seam_steps(
+def border_step_ratios(
     video: torch.Tensor, borders: Borders | None = None, reference: torch.Tensor | None = None
 ) -> dict[tuple[str, int], float]:
-    """How much larger the step across a border is than the steps across the lines beside it; 1 where nothing is seen.
+    """Compute how much larger the step across each line is than the steps across the lines beside it; 1 without a seam.
 
-    A step is the median along the line and over time, so that the edge of an object, which covers part of a line or
-    moves, is no seam.
+    A step is the median of the change in luma along the line and over time: the edge of an object covers only part of a
+    line, or moves, and does not change the median.
 
     Args:
         video: ``[1, frames, 3, height, width]`` or ``[frames, 3, height, width]``, floating point in [0, 1].
-        borders: where to look; every line if ``None``.
-        reference: the same scene without seams, of one shape: what differs from it is looked at, so that structure of
-            the scene neither hides a seam nor looks like one.
+        borders: the lines to examine; every line if ``None``.
+        reference: the same scene without seams, of the same shape. The difference from it is examined instead of the
+            video, so that structure of the scene neither hides a seam nor looks like one.
 
     Returns:
-        ``("row" or "column", line)`` → ratio.
+        The ratio for each ``("row" or "column", line)``.
 
     Raises:
         PipelineError: this is no video.
@@ -106,16 +87,21 @@ def seam_steps(
     picture = luma(frames_of(video))
     if reference is not None:
         picture = picture - luma(frames_of(reference)).to(picture.device)
-    found = {}
-    for word, dim, lines in (("row", 1, borders and borders[0]), ("column", 2, borders and borders[1])):
-        steps = picture.diff(dim=dim).abs()
-        along = steps.median(dim=3 - dim).values.median(dim=0).values  # [lines - 1]; entry y - 1 is border y
-        for line in range(1, along.numel() + 1) if lines is None else lines:
-            beside = [
-                along[other - 1]
+    ratios = {}
+    for direction, dim, lines in (("row", 1, borders and borders[0]), ("column", 2, borders and borders[1])):
+        changes = picture.diff(dim=dim).abs()
+        steps = changes.median(dim=3 - dim).values.median(dim=0).values  # [lines - 1]; entry y - 1 is border y
+        for line in range(1, steps.numel() + 1) if lines is None else lines:
+            neighbours = [
+                steps[other - 1]
                 for other in range(line - _NEIGHBOURS, line + _NEIGHBOURS + 1)
-                if other != line and 1 <= other <= along.numel()
+                if other != line and 1 <= other <= steps.numel()
             ]
-            usual = float(torch.stack(beside).median()) if beside else 0.0
-            found[word, line] = (float(along[line - 1]) + _SMOOTH) / (usual + _SMOOTH)
-    return found
+            usual = float(torch.stack(neighbours).median()) if neighbours else 0.0
+            ratios[direction, line] = (float(steps[line - 1]) + _VISIBLE_STEP) / (usual + _VISIBLE_STEP)
+    return ratios
+
+
+def _mean_change(frames: torch.Tensor, line: int, dim: int) -> float:
+    before, after = (frames.select(dim, at).double() for at in (line - 1, line))
+    return (after - before).abs().mean().item()

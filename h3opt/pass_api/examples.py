@@ -102,6 +102,14 @@ class Draw:
         )
 
 
+def norm_and_modulate(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, index: torch.Tensor
+) -> torch.Tensor:
+    """RMSNorm and AdaLN modulation of what :meth:`Draw.modulation` draws, as MiniMax-H3 writes them."""
+    normed = rms_norm(x, (x.shape[-1],), weight, 1e-5)
+    return normed * (1.0 + scale.index_select(0, index)) + shift.index_select(0, index)
+
+
 def norm_and_rotate(x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """RMSNorm of each head and rotary embedding of what :meth:`Draw.rotary` draws, as MiniMax-H3 spells them."""
     rotary = cos.shape[-1]

@@ -6,13 +6,13 @@ import abc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from h3opt.device import to_host
 from h3opt.kernels import ops
-from h3opt.pass_api.base import FormatPass
+from h3opt.pass_api.base import FormatPass, QuantizedBlocks
 
 if TYPE_CHECKING:
     from h3opt.pipeline.view import PipelineView
@@ -60,6 +60,7 @@ class FP8BlocksPass(FormatPass):
         keep_first, keep_last: how many blocks at either end stay as they are.
     """
 
+    block_kind: ClassVar[str]
     layers: tuple[str, ...] = PROJECTIONS
     keep_first: int = 0
     keep_last: int = 0
@@ -77,6 +78,9 @@ class FP8BlocksPass(FormatPass):
     @abc.abstractmethod
     def blocks(self, view: PipelineView) -> Sequence[torch.nn.Module]:
         """All repeated blocks of the model, none if it is missing."""
+
+    def quantized_blocks(self) -> QuantizedBlocks:
+        return QuantizedBlocks(self.block_kind, frozenset(self.layers), self.keep_first + self.keep_last)
 
     def expect(self, view: PipelineView) -> int:
         return max(len(self.blocks(view)) - self.keep_first - self.keep_last, 0) * len(self.layers)

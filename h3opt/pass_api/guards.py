@@ -1,4 +1,4 @@
-"""Conditions on a match that several passes share: each returns why a site must be left alone."""
+"""Guards that several passes share: each returns why a matched site must be left unchanged, or ``None``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import torch
 from h3opt.graph.matcher import Match
 from h3opt.graph.nodes import value
 
-_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+_FLOATING_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def check_modulation(match: Match, *per_token: str) -> str | None:
-    """Why a modulation cannot be fused: mixed dtypes, a norm over more than channels, an index that broadcasts.
+    """Reject a modulation with mixed dtypes, a norm over more than channels, or an index that broadcasts.
 
     Args:
         match: binds ``index``, and to each name in ``per_token`` a ``[..., tokens, channels]`` tensor or a
             ``[rows, channels]`` table; ``shape`` if there is a norm.
-        per_token: the tensors that must share a dtype; the first is indexed per token.
+        per_token: names of the tensors that must share a dtype; the index selects a table row for each token of the
+            first.
     """
     missing = [name for name in per_token if match.tensor(name) is None]
     if missing:
@@ -46,9 +47,9 @@ def check_modulation(match: Match, *per_token: str) -> str | None:
 
 
 def check_wide_norm(match: Match) -> str | None:
-    """Why a norm is not a float32 one over channels, with a weight and a contiguous result.
+    """Reject a norm that is not computed in float32 over channels, with a weight and a contiguous result.
 
-    ``match`` binds ``x`` (unless the norm reads what is computed inside the pattern), ``shape``, ``weight`` and, where
+    ``match`` binds ``x`` (unless the norm reads a value computed inside the pattern), ``shape``, ``weight`` and, where
     the pattern casts, ``wide`` and ``own``.
     """
     weight = match.tensor("weight")
@@ -60,20 +61,35 @@ def check_wide_norm(match: Match) -> str | None:
     dtypes = match.dtypes("x") if "x" in match.bound else {torch.float32}
     if wide != torch.float32 or ("wide" not in match.bound and dtypes != {torch.float32}):
         return f"the norm is computed in {wide if 'wide' in match.bound else next(iter(dtypes), None)}, not in float32"
-    if not dtypes <= _FLOATS or match.bound.get("own", torch.float32) not in _FLOATS:
+    if not dtypes <= _FLOATING_DTYPES or match.bound.get("own", torch.float32) not in _FLOATING_DTYPES:
         return f"x is {next(iter(dtypes))} and its norm is rounded to {match.bound.get('own')}"
     return check_contiguous(match)
 
 
+def check_layer_scale(match: Match) -> str | None:
+    """Reject a sum that is not in float32 with an addend that has one scale per channel.
+
+    ``match`` binds ``residual``, ``y`` and ``scale``.
+    """
+    residual, y, scale = (match.tensor(name) for name in ("residual", "y", "scale"))
+    if residual is None or y is None or scale is None or str(residual.shape) != str(y.shape):
+        return "residual and addend are not two tensors of one shape"
+    if scale.ndim != 1 or y.ndim < 2 or str(scale.shape[0]) != str(y.shape[-1]):
+        return f"the addend is scaled by {list(scale.shape)}, not by one number per channel"
+    if scale.dtype != torch.float32 or not match.dtypes("residual", "y") <= _FLOATING_DTYPES:
+        return f"{residual.dtype} + {y.dtype} · {scale.dtype} is not a sum in float32"
+    return check_contiguous(match)
+
+
 def check_contiguous(match: Match) -> str | None:
-    """Why a kernel's contiguous result would be another layout than the model's."""
+    """Reject a result that is not contiguous in the model: the result of a kernel is."""
     if any(out is not None and not out.is_contiguous() for out in map(value, match.outputs)):
         return "its result is not contiguous, as a kernel's is, and who reads it may sum in the order of memory"
     return None
 
 
 def check_swiglu_halves(match: Match) -> str | None:
-    """Why a product of two slices is not a SwiGLU: not the last dimension, or not its two halves."""
+    """Reject a product of two slices that are not the two halves of the last dimension."""
     x = match.tensor("x")
     if x is None or match.literal("dim") != x.ndim - 1:
         return "the slices are not along the last dimension"
@@ -85,7 +101,7 @@ def check_swiglu_halves(match: Match) -> str | None:
 
 
 def check_head_norm_rope(match: Match) -> str | None:
-    """Why a site is not a per-head norm and rope: other dimensions, other halves, mixed dtypes."""
+    """Reject a norm and rotary embedding that are not per head, or that have no weight or mixed dtypes."""
     if match.tensor("weight") is None:
         return "the norm has no weight"
     reason = check_rope(match)
@@ -95,7 +111,12 @@ def check_head_norm_rope(match: Match) -> str | None:
 
 
 def check_rope(match: Match, per_sample: bool = False) -> str | None:
-    """Why norm, slices and angles do not fit heads; with ``per_sample``, angles may differ within the batch."""
+    """Reject a norm, slices or angles that do not fit ``[batch, tokens, heads, head_dim]``.
+
+    Args:
+        match: binds ``x``, ``cos``, ``sin`` and the literals of :func:`~h3opt.pass_api.patterns.rotate_half`.
+        per_sample: whether angles may differ between the samples of a batch.
+    """
     x, cos, sin = (match.tensor(name) for name in ("x", "cos", "sin"))
     if x is None or cos is None or sin is None or x.ndim != 4 or cos.ndim != 4:
         return "it is not [batch, tokens, heads, head_dim] with one angle per token and channel"
@@ -104,19 +125,16 @@ def check_rope(match: Match, per_sample: bool = False) -> str | None:
     if match.literal("dim") != 3 or end != head_dim or 2 * half != rotary or list(match.literal("shape")) != [head_dim]:
         return f"norm, halves or rotary part do not fit a head of {head_dim} channels"
     expected = [1, x.shape[1], 1, rotary]
-    served = {str(expected), str([x.shape[0], *expected[1:]])} if per_sample else {str(expected)}
-    if str(list(cos.shape)) != str(list(sin.shape)) or str(list(cos.shape)) not in served:
+    allowed = {str(expected), str([x.shape[0], *expected[1:]])} if per_sample else {str(expected)}
+    if str(list(cos.shape)) != str(list(sin.shape)) or str(list(cos.shape)) not in allowed:
         return f"there are angles {list(cos.shape)}, not {expected}"
     return None
 
 
 def check_attention(match: Match, *names: str) -> str | None:
-    """Why a site is not attention of equal numbers of tokens and heads: ``names`` bind its Q, K and V."""
-    tensors = [match.tensor(name) for name in names]
-    if (
-        any(one is None or one.ndim != 4 for one in tensors)
-        or len({str(one.shape) for one in tensors if one is not None}) != 1
-    ):
+    """Reject attention in which Q, K and V, bound by ``names``, differ in tokens, heads or dtype."""
+    tensors = [tensor for name in names if (tensor := match.tensor(name)) is not None and tensor.ndim == 4]
+    if len(tensors) < len(names) or len({str(tensor.shape) for tensor in tensors}) != 1:
         return "Q, K and V are not [batch, tokens, heads, head_dim] of one shape"
     if len(match.dtypes(*names)) != 1:
         return "Q, K and V have different dtypes"

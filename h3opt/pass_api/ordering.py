@@ -1,24 +1,23 @@
-"""The order in which a chosen set of passes runs."""
+"""The order in which the chosen passes run, and their classes by promise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import graphlib
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
 
-from h3opt.errors import (
-    PassConflictError,
-    PassOrderError,
-)
+from h3opt.errors import PassConflictError, PassOrderError
 from h3opt.pass_api.base import Pass
 from h3opt.pass_api.promises import Exact, Perceptual
-from h3opt.pass_api.registry import _STAGES
+from h3opt.pass_api.registry import sort_key
 
 
 def in_order(passes: Iterable[Pass]) -> tuple[Pass, ...]:
-    """Sort passes so that each comes after those it names in ``after``; ties go by kind, then name.
+    """Sort passes so that each comes after those that its ``after`` names; ties go by kind, then name.
 
     Raises:
-        PassConflictError: one pass twice, or two that exclude each other.
-        PassOrderError: the ``after`` declarations form a cycle.
+        PassConflictError: a pass is given twice, or two passes exclude each other.
+        PassOrderError: the ``after`` declarations form a cycle; the message shows the cycle.
     """
     chosen: dict[str, Pass] = {}
     for instance in passes:
@@ -29,28 +28,41 @@ def in_order(passes: Iterable[Pass]) -> tuple[Pass, ...]:
         for other in instance.conflicts:
             if other in chosen:
                 raise PassConflictError(f"Passes {instance.name!r} and {other!r} exclude each other. Turn one off.")
-    waiting = {name: {other for other in instance.after if other in chosen} for name, instance in chosen.items()}
-    ordered: list[Pass] = []
-    while waiting:
-        ready = [name for name, before in waiting.items() if not before]
-        if not ready:
-            circle = " → ".join(sorted(waiting))
-            raise PassOrderError(f"These passes each wait for another: {circle}. Remove one of their `after` entries.")
-        first = min(ready, key=lambda name: (_STAGES[chosen[name].kind], name))
-        ordered.append(chosen[first])
-        del waiting[first]
-        for before in waiting.values():
-            before.discard(first)
-    return tuple(ordered)
+    # Sorted, so that the cycle in the message does not depend on the order in which the passes are given.
+    predecessors = {name: sorted(set(chosen[name].after) & chosen.keys()) for name in sorted(chosen)}
+    return tuple(chosen[name] for name in _topological_order(predecessors, chosen))
 
 
 def strictest_first(passes: Sequence[Pass]) -> tuple[list[Pass], list[Pass], list[Pass]]:
-    """Exact passes, Rounding ones and the rest, each in running order; one counts with the loosest that it builds on.
+    """Split passes into Exact ones, Rounding ones and the rest, each in running order.
 
-    A Rounding pass has to be judged before a Perceptual one is on: FP8 turns a last bit into a whole step of its own.
+    A pass counts with the loosest pass that it builds on. A Rounding pass must be judged before a Perceptual pass is
+    on: FP8 quantization can turn a difference in the last bit into a whole step of FP8.
     """
-    inexact = {one.name for one in passes if not isinstance(one.promise, Exact)}
-    perceptual = {one.name for one in passes if isinstance(one.promise, Perceptual)}
-    exact = [one for one in passes if one.name not in inexact and not inexact.intersection(one.builds_on)]
-    others = [one for one in passes if one.name in perceptual or perceptual.intersection(one.builds_on)]
-    return exact, [one for one in passes if one not in exact and one not in others], others
+    inexact = {item.name for item in passes if not isinstance(item.promise, Exact)}
+    perceptual = {item.name for item in passes if isinstance(item.promise, Perceptual)}
+    exact = [item for item in passes if item.name not in inexact and not inexact.intersection(item.builds_on)]
+    others = [item for item in passes if item.name in perceptual or perceptual.intersection(item.builds_on)]
+    return exact, [item for item in passes if item not in exact and item not in others], others
+
+
+def _topological_order(predecessors: Mapping[str, Sequence[str]], chosen: Mapping[str, Pass]) -> list[str]:
+    sorter = graphlib.TopologicalSorter(predecessors)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        cycle: list[str] = error.args[1][:0:-1]  # without the repeated first name, and each waits for the next
+        start = cycle.index(min(cycle))
+        cycle = [*cycle[start:], *cycle[:start], cycle[start]]
+        raise PassOrderError(
+            f"These passes each wait for another: {' → '.join(cycle)}. Remove one of their `after` entries."
+        ) from error
+    ready: list[tuple[tuple[int, str], str]] = []
+    ordered = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heapq.heappush(ready, (sort_key(chosen[name]), name))
+        _, name = heapq.heappop(ready)
+        ordered.append(name)
+        sorter.done(name)
+    return ordered

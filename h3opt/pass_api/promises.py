@@ -1,4 +1,4 @@
-"""What a pass promises about the output, and the words a report uses for it."""
+"""Promises of passes about the output of the pipeline, and their text in reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Exact:
-    """Bits with the pass are the bits without it, for every input; NaN payloads do not count."""
+    """The output is bit for bit that without the pass, for every input; NaN payloads do not count."""
 
     def __str__(self) -> str:
         return "exact"
@@ -15,15 +15,15 @@ class Exact:
 
 @dataclass(frozen=True)
 class Rounding:
-    """The same maths with the same rounding points, but another order of reduction.
+    """The computation is the same, with the same intermediate dtypes, but in another order of reduction.
+
+    On the whole pipeline the difference must be within the noise floor (see :mod:`h3opt.verification.verify`), whatever
+    ``ulps`` is.
 
     Attributes:
-        ulps: the largest distance allowed at the output of one rewritten site, in units in the last place of the
-            largest magnitude in its row, for data whose products stay in the dtype's normal range; ``None`` for a
-            schedule pass that reorders the reductions inside a whole model. Graph passes must give a number.
-
-    On the whole pipeline the pass is held to the noise floor (see :mod:`h3opt.verification.verify`), whatever the
-    number.
+        ulps: the largest difference at the output of a rewritten site, in units in the last place of the largest
+            magnitude in the row, for data with products in the normal range of the dtype; ``None`` for a schedule pass
+            that changes the order of reductions inside a whole model. Graph passes must give a number.
     """
 
     ulps: int | None = 1
@@ -34,15 +34,15 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Perceptual:
-    """A number format or an approximation changed.
+    """The output changes by a lower-precision number format or an approximation, within perceptual bounds.
 
     Attributes:
         lpips: the largest LPIPS (AlexNet, mean over frames) against the unmodified pipeline.
         audio_snr_db: the smallest audio signal-to-noise ratio against the unmodified pipeline, in dB; ``None`` for
-            a pass that does not touch sound.
-        site_error: of a graph pass: the largest ``‖with − without‖ / ‖without‖`` at one rewritten site on normal data.
-        on_reference: the same on the small trained reference, which draws plainer pictures than a model for users do:
-            twice what was measured there; see :mod:`h3opt.verification.calibration`.
+            a pass that does not change audio.
+        site_error: for a graph pass, the largest ``‖with − without‖ / ‖without‖`` at a rewritten site on normal data.
+        on_reference: the bounds on the small trained reference model, on which the changes are smaller: twice the
+            measured values; see :mod:`h3opt.verification.calibration`.
     """
 
     lpips: float

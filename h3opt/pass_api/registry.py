@@ -1,4 +1,4 @@
-"""Which passes exist."""
+"""The registry of passes: those shipped with h3opt, and those that installed packages add by an entry point."""
 
 from __future__ import annotations
 
@@ -10,32 +10,22 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from h3opt.errors import (
-    PassDefinitionError,
-    PassOptionError,
-    UnknownPassError,
-    nearest,
-)
+from h3opt.errors import PassDefinitionError, PassOptionError, UnknownPassError, nearest
 from h3opt.pass_api.base import FormatPass, GraphPass, Pass, SchedulePass
 from h3opt.pass_api.promises import Exact, Perceptual, Rounding
 
 ENTRY_POINT_GROUP = "h3opt.passes"
+"""The entry point group in which another package names the modules that register passes."""
 
-
-_STAGES = {"format": 0, "graph": 1, "schedule": 2}
-
-
+_KINDS = ("format", "graph", "schedule")
 _registered: dict[str, type[Pass]] = {}
-
-
 _loaded: set[str] = set()
-
 
 PassClass = TypeVar("PassClass", bound=type[Pass])
 
 
 def register(cls: PassClass) -> PassClass:
-    """Class decorator: make a pass known under its ``name``.
+    """Class decorator that registers a pass under its ``name``.
 
     Raises:
         PassDefinitionError: the class does not follow the protocol, or the name is taken.
@@ -53,20 +43,25 @@ def register(cls: PassClass) -> PassClass:
 
 
 def list_passes() -> list[type[Pass]]:
-    """All known pass classes, by kind and then name.
+    """Return all registered pass classes, sorted by kind and then name.
 
     Raises:
         PassDefinitionError: a pass module, shipped or installed, cannot be imported.
     """
     _load()
-    return sorted(_registered.values(), key=lambda cls: (_STAGES[cls.kind], cls.name))
+    return sorted(_registered.values(), key=sort_key)
+
+
+def sort_key(item: Pass | type[Pass]) -> tuple[int, str]:
+    """Return the sort key for formats before graph passes before schedules, and by name within a kind."""
+    return _KINDS.index(item.kind), item.name
 
 
 def find_pass(name: str) -> type[Pass]:
-    """The pass class called ``name``.
+    """Return the pass class called ``name``.
 
     Raises:
-        UnknownPassError: there is none; the message has the nearest name.
+        UnknownPassError: there is none; the message gives the nearest name.
     """
     _load()
     if name not in _registered:
@@ -77,18 +72,18 @@ def find_pass(name: str) -> type[Pass]:
 
 
 def make_pass(name: str, options: Mapping[str, Any] | None = None) -> Pass:
-    """An instance of the pass called ``name`` with ``options`` set.
+    """Create the pass called ``name`` with ``options`` set.
 
     Raises:
-        UnknownPassError: no such pass.
-        PassOptionError: no such option, or a value the pass refuses.
+        UnknownPassError: there is no such pass.
+        PassOptionError: the pass has no such option, or refuses the value.
     """
     cls = find_pass(name)
     known = {field.name: field for field in dataclasses.fields(cls)}
     for option in options or {}:
         if option not in known:
-            has = f"Its options are: {', '.join(known)}." if known else "It has no options."
-            raise PassOptionError(f"Pass {name!r} has no option {option!r}{nearest(option, known)}. {has}")
+            listed = f"Its options are: {', '.join(known)}." if known else "It has no options."
+            raise PassOptionError(f"Pass {name!r} has no option {option!r}{nearest(option, known)}. {listed}")
     try:
         return cls(**dict(options or {}))
     except (TypeError, ValueError) as error:
@@ -96,6 +91,7 @@ def make_pass(name: str, options: Mapping[str, Any] | None = None) -> Pass:
 
 
 def _load() -> None:
+    """Import every pass module that is not imported yet: importing registers the passes in it."""
     package = importlib.import_module("h3opt.passes")
     names = [f"h3opt.passes.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
     for name in names:
@@ -117,6 +113,7 @@ def _import_once(module: str, what: str) -> None:
 
 
 def _problem_with(cls: type) -> str | None:
+    """Return how a class violates the protocol of passes and what to do, or ``None``."""
     if not issubclass(cls, (FormatPass, GraphPass, SchedulePass)):
         return "is not a FormatPass, GraphPass or SchedulePass. Derive it from one of them."
     if not isinstance(getattr(cls, "name", None), str) or not cls.name.isidentifier():

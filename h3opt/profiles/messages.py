@@ -1,4 +1,4 @@
-"""Error messages of profiles: file, line, field, what is wrong, what to write."""
+"""Error messages about profiles: file, line and field, what is wrong, and what to write instead."""
 
 from __future__ import annotations
 
@@ -10,18 +10,31 @@ from typing import Any, NoReturn
 from h3opt.errors import ProfileError
 
 FieldPath = tuple[str | int, ...]
+"""Keys and list indices that lead from the root of a document to a value, e.g. ``("passes", 0, "when")``."""
 
 
 @dataclass(frozen=True)
 class Problem:
+    """An error in a profile.
+
+    Attributes:
+        line: from 1; for a missing key the line of the mapping that lacks it.
+        field: the path of the value, as :func:`format_path` writes it.
+        message: what is wrong and what to do, without the place.
+        absent: whether a key is missing.
+    """
+
     line: int
     field: str
-    message: str  # what is wrong and what to do, without the place
-    absent: bool = False  # about a key that is not there, so the line is that of the mapping
+    message: str
+    absent: bool = False
 
 
 def raise_first(problems: Sequence[Problem], path: str) -> NoReturn:
-    # A missing key comes last: where another is misspelled, that one is the news.
+    """Raise a :class:`~h3opt.errors.ProfileError` for the first problem, with the number of the others.
+
+    Missing keys come last: a misspelled key also makes the right key missing, and the misspelling is the cause.
+    """
     first = min(problems, key=lambda problem: (problem.absent, problem.line))
     more = len(problems) - 1
     tail = f" ({more} more problem{'s' if more > 1 else ''} in this file)" if more else ""
@@ -29,11 +42,12 @@ def raise_first(problems: Sequence[Problem], path: str) -> NoReturn:
 
 
 def nearest_line(lines: Mapping[FieldPath, int], path: FieldPath) -> int:
-    """The line of a path, or of the innermost thing around it that the file has."""
+    """Return the line of a path, or of the innermost enclosing value that the file has."""
     return next((lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in lines), 0)
 
 
 def format_path(path: FieldPath) -> str:
+    """Write a path as ``passes[0].when``."""
     return "".join(_path_steps(path)).removeprefix(".")
 
 
@@ -46,6 +60,7 @@ def _path_steps(path: FieldPath) -> Iterator[str]:
 
 
 def describe_value(value: Any) -> str:
+    """Describe a value of a document for an error message, e.g. ``the text 'yes'``."""
     match value:
         case None:
             return "nothing"
@@ -61,10 +76,10 @@ def describe_value(value: Any) -> str:
 
 
 def quote_clipped(text: str) -> str:
-    """Text of the file as a one-line message quotes it: short, control characters escaped."""
+    """Quote text from a file for a one-line message: shortened to 60 characters, control characters escaped."""
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 def escape_unprintable(text: str) -> str:
-    """Text of our own making, or a path, with whatever a terminal cannot show escaped."""
+    """Escape the characters of a path or a message that a terminal cannot show."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

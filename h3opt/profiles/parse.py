@@ -1,4 +1,4 @@
-"""From YAML text to a profile."""
+"""Parse and validate the YAML text of a profile."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ import pydantic
 
 from h3opt.errors import ProfileError, nearest
 from h3opt.profiles.messages import FieldPath, Problem, describe_value, format_path, nearest_line, raise_first
-from h3opt.profiles.schema import Condition, DeviceMatch, Evidence, PassRow, Profile, SourcePlace, StrictModel
+from h3opt.profiles.schema import Condition, DeviceMatch, Measurement, PassRow, Profile, StrictModel
 from h3opt.profiles.yaml_source import SourceTree, read_tree
+
+MAX_BYTES = 256 * 1024
+"""Largest file that is read. Shipped profiles are a few KiB; the limit refuses a wrong file, such as a checkpoint."""
 
 
 def parse_profile(source: bytes | str, path: str) -> Profile:
-    """Read a profile from YAML text (bytes must be UTF-8); `path` is the file that messages shall name.
+    """Read a profile from YAML text.
 
-    Raises `ProfileError`, `<path>:<line>: <field>: <what is wrong> <what to write>`, for the first problem by
-    line (missing keys after all others), with the number of further ones.
+    Args:
+        source: text, or bytes in UTF-8.
+        path: the file name for error messages.
+
+    Raises:
+        ProfileError: ``<path>:<line>: <field>: <what is wrong> <what to write>`` for the first problem by line (missing
+            keys after all others), with the number of further problems.
     """
     text = _decode(source, path) if isinstance(source, bytes) else source
     tree = read_tree(text, path)
@@ -27,14 +35,8 @@ def parse_profile(source: bytes | str, path: str) -> Profile:
         problems += [_explain(details, tree) for details in error.errors(include_url=False)]
     if problems:
         raise_first(problems, path)
-    profile._place = SourcePlace(path, (), tree.lines)
-    for index, row in enumerate(profile.passes):
-        row._place = SourcePlace(path, ("passes", index), tree.lines)
+    profile.set_place(path, tree.lines)
     return profile
-
-
-# The shipped profiles are a few KiB. The bound keeps a wrong file (a checkpoint) from being read for minutes.
-MAX_BYTES = 256 * 1024
 
 
 def _decode(data: bytes, path: str) -> str:
@@ -61,7 +63,7 @@ _EXPECTED = {
 
 
 def _explain(error: Any, tree: SourceTree) -> Problem:
-    """One of pydantic's errors, in words a user of the YAML file can act on."""
+    """Convert an error of pydantic to a message about the YAML file."""
     path: FieldPath = error["loc"]
     context = error.get("ctx", {})
     if error["type"] == "rule":
@@ -85,8 +87,8 @@ def _explain(error: Any, tree: SourceTree) -> Problem:
         case "literal_error":
             expected = context["expected"].replace("'", "")
         case "string_pattern_mismatch":
-            found = describe_value(tree.at(path))
-            what = "must not be empty" if not str(tree.at(path)).strip() else f"cannot be {found}"
+            value = tree.at(path)
+            what = f"cannot be {describe_value(value)}" if str(value).strip() else "must not be empty"
             return Problem(line, field, f"{what}.{write}")
         case "too_long":
             return Problem(line, field, f"has more than {context['max_length']} entries. Remove some.")
@@ -99,12 +101,12 @@ _MODELS: dict[str, type[StrictModel]] = {
     "device": DeviceMatch,
     "passes": PassRow,
     "when": Condition,
-    "evidence": Evidence,
+    "evidence": Measurement,
 }
 
 
 def _lookup(path: FieldPath) -> tuple[str | None, list[str]]:
-    """The example of the innermost schema field on a path, and the keys known beside it."""
+    """Return the example of the innermost schema field on a path, and the names of all fields at that level."""
     model: type[StrictModel] | None = Profile
     example, known = None, list[str]()
     for step in path:
@@ -115,6 +117,6 @@ def _lookup(path: FieldPath) -> tuple[str | None, list[str]]:
         if step not in fields:
             return None, known
         example = str((fields[step].examples or [""])[0])
-        # "device" is a model in a profile, but text in evidence.
-        model = None if model is Evidence else _MODELS.get(step)
+        # "device" is a model in a profile, but text in a measurement.
+        model = None if model is Measurement else _MODELS.get(step)
     return example, known

@@ -1,4 +1,4 @@
-"""Find a profile: by name, by path, or by the GPU."""
+"""Select a profile: by name, by path, or by the GPU."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ from pathlib import Path
 
 import torch
 
-from h3opt.errors import DeviceError, PassOptionError, ProfileError, UnknownPassError, nearest
+from h3opt.errors import DeviceError, H3OptError, PassOptionError, ProfileError, nearest
+from h3opt.pass_api.base import Pass
+from h3opt.pass_api.registry import list_passes, make_pass
 from h3opt.profiles.messages import escape_unprintable, quote_clipped
 from h3opt.profiles.parse import MAX_BYTES, parse_profile
-from h3opt.profiles.schema import Profile
+from h3opt.profiles.schema import PassRow, Profile
 
 
 def load_profile(name_or_path: str | os.PathLike[str]) -> Profile:
-    """Read one profile.
+    """Read a profile.
 
-    `name_or_path`: the name of a shipped profile ("h200"), or a YAML file. A string is a path when it holds a
-    path separator or ends in .yaml or .yml; an `os.PathLike` always is.
+    A row of a pass that is not installed is accepted: it may be meant for another machine, and ``optimize`` refuses it
+    if the row is selected.
 
-    Raises `ProfileError` when there is no such profile, when the file cannot be read, for everything
-    `parse_profile` refuses, and for options that a pass refuses. A row of a pass that is not installed is let
-    through: it may be meant for another machine, and `optimize` refuses it where it is picked.
+    Args:
+        name_or_path: the name of a shipped profile (``"h200"``), or a YAML file. A string is a path when it holds a
+            path separator or ends in .yaml or .yml; an ``os.PathLike`` always is.
+
+    Raises:
+        ProfileError: there is no such profile, the file cannot be read, :func:`~h3opt.profiles.parse.parse_profile`
+            refuses the text, or a pass refuses the options of a row.
     """
     if isinstance(name_or_path, str) and not _looks_like_path(name_or_path):
         profile = _load_shipped(name_or_path)
@@ -36,18 +42,40 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> Profile:
     return profile
 
 
+def make_row_pass(profile: Profile, row: PassRow) -> Pass:
+    """Create the pass of a row of ``profile`` with the options of the row.
+
+    Raises:
+        ProfileError: there is no such pass, or it refuses the options; the message names file, line and field.
+    """
+    try:
+        return make_pass(row.name, row.options)
+    except H3OptError as error:
+        field = "options" if isinstance(error, PassOptionError) else "pass"
+        raise ProfileError(f"{profile.locate(row, field)}: {error}") from error
+
+
 def list_profiles() -> list[Profile]:
-    """Every shipped profile, in order of name. Raises `ProfileError` if a shipped file is damaged."""
+    """Return all shipped profiles, sorted by name.
+
+    Raises:
+        ProfileError: a shipped file is damaged.
+    """
     return [_load_shipped(name) for name in _shipped_files()]
 
 
 def detect_profile(device: torch.device | str | None = None) -> tuple[Profile, str | None]:
-    """The shipped profile for a device, and a sentence for the user when it is not an exact fit (else None).
+    """Select the shipped profile for a device.
 
-    `device`: "cpu", "cuda", "cuda:1", ...; None is the current CUDA device where there is one, else the CPU.
+    Args:
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ...; ``None`` is the current CUDA device where there is one, else
+            the CPU.
 
-    Raises `DeviceError` for a device that is absent, or for which there are no profiles (anything but CPU and
-    NVIDIA).
+    Returns:
+        The profile, and a sentence for the user when it is not an exact fit, else ``None``.
+
+    Raises:
+        DeviceError: the device is absent, or neither a CPU nor an NVIDIA GPU.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,7 +89,7 @@ def detect_profile(device: torch.device | str | None = None) -> tuple[Profile, s
         raise DeviceError(
             f"There are no profiles for {device.type!r} devices. Use 'cpu' or 'cuda', or name a profile yourself."
         )
-    # ROCm calls its devices "cuda" too, and its gfx numbers would pass for NVIDIA capabilities.
+    # ROCm devices are called "cuda" too, and their gfx numbers would pass for NVIDIA capabilities.
     if torch.version.hip is not None:
         raise DeviceError("There are no profiles for AMD GPUs. Name a profile yourself, or use a CUDA build of torch.")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -74,19 +102,27 @@ def detect_profile(device: torch.device | str | None = None) -> tuple[Profile, s
 
 
 def match_profile(profiles: Iterable[Profile], name: str, capability: tuple[int, int]) -> tuple[Profile, str | None]:
-    """The CUDA profile that fits a GPU best, and a notice when it is not an exact fit (else None).
+    """Select the CUDA profile that fits a GPU best.
 
-    `name`: as `torch.cuda.get_device_name` gives it. `capability`: (major, minor).
+    The first choice is a profile with a ``device.match`` entry that occurs in ``name`` as whole words, in any case; of
+    several, the longest entry. So "NVIDIA H200 NVL" is an H200; "NVIDIA GH200 480GB" is not, and is matched by
+    capability, because some GH200 carry the memory of an H100 and some that of an H200.
 
-    First choice: a profile with a `device.match` entry that occurs in `name` as whole words, whatever the
-    case; of several, the longest entry. So "NVIDIA H200 NVL" is an H200; "NVIDIA GH200 480GB" is not, and
-    goes by capability, because some GH200 carry the memory of an H100 and some that of an H200.
-    Second choice: the highest capability at or below the GPU's; of several, the one with most measured rows,
-    then the first by name. A GPU older than every profile gets the profile of the lowest capability.
+    The second choice is the highest capability at or below that of the GPU; of several, the profile with most measured
+    rows, then the first by name. A GPU older than every profile gets the profile of the lowest capability.
 
-    Raises `ProfileError` when `profiles` holds none for CUDA.
+    Args:
+        profiles: the candidates.
+        name: as ``torch.cuda.get_device_name`` returns it.
+        capability: (major, minor).
+
+    Returns:
+        The profile, and a notice when it is not an exact fit, else ``None``.
+
+    Raises:
+        ProfileError: ``profiles`` has none for CUDA.
     """
-    candidates = sorted((p for p in profiles if p.device.type == "cuda"), key=_trust)
+    candidates = sorted((p for p in profiles if p.device.type == "cuda"), key=_by_measurements)
     if not candidates:
         raise ProfileError("None of the profiles is for CUDA. Add one with 'device: {type: cuda, ...}'.")
     version = f"{capability[0]}.{capability[1]}"
@@ -146,7 +182,7 @@ def _read_file(path: Path) -> bytes:
                 f"{shown}: there is no such file. Check the path, or name a shipped profile"
                 f"{nearest(path.stem[:80], shipped)}: {', '.join(shipped)}."
             )
-        # A pipe would block, and a device never end.
+        # Reading a pipe would block, and reading a device might never end.
         if not path.is_file():
             raise ProfileError(f"{shown}: is not a regular file. Name a .yaml file.")
         with path.open("rb") as file:
@@ -157,19 +193,14 @@ def _read_file(path: Path) -> bytes:
 
 
 def _check_options(profile: Profile) -> None:
-    from h3opt.pass_api.registry import make_pass
-
+    known = {cls.name for cls in list_passes()}
     for row in profile.passes:
-        try:
-            make_pass(row.name, row.options)
-        except UnknownPassError:
-            continue
-        except PassOptionError as error:
-            raise ProfileError(f"{profile.locate(row)}: {error}") from error
+        if row.name in known:
+            make_row_pass(profile, row)
 
 
-def _trust(profile: Profile) -> tuple[int, str]:
-    """Sort key among profiles that fit equally well."""
+def _by_measurements(profile: Profile) -> tuple[int, str]:
+    """Return the sort key among profiles that fit equally well: most measurements first, then the name."""
     return -sum(row.measured for row in profile.passes), profile.name
 
 

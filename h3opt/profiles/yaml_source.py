@@ -1,4 +1,4 @@
-"""YAML text as plain data with line numbers, read as YAML 1.2 reads it."""
+"""Read YAML text as plain data with line numbers, by the rules of YAML 1.2."""
 
 from __future__ import annotations
 
@@ -23,13 +23,20 @@ from h3opt.profiles.messages import (
 
 @dataclass(frozen=True)
 class SourceTree:
-    """A document as plain data, with the line of each path into it, and what had to be left out."""
+    """A document as plain data.
+
+    Attributes:
+        data: the root mapping; values that had to be left out have a placeholder.
+        lines: the line of each path.
+        problems: what is wrong with the values that were left out.
+    """
 
     data: dict[str, Any]
     lines: dict[FieldPath, int]
     problems: list[Problem]
 
     def at(self, path: FieldPath) -> Any:
+        """Return the value at a path."""
         value: Any = self.data
         for step in path:
             value = value[step]
@@ -37,12 +44,14 @@ class SourceTree:
 
 
 class _Refused(Exception):
+    """YAML that is valid, but that profiles do not allow."""
+
     def __init__(self, mark: Any, path: FieldPath, message: str) -> None:
         self.problem = Problem(mark.line + 1, format_path(path), message)
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's composer with YAML 1.2's scalars; refuses all that can run code or grow."""
+    """PyYAML's composer with the scalars of YAML 1.2; refuses tags, aliases and deep nesting."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own declaration)
     MAX_DEPTH = 16  # a profile needs six; PyYAML recurses once per level
@@ -90,7 +99,11 @@ _Loader.add_implicit_resolver(
 
 
 def read_tree(text: str, path: str) -> SourceTree:
-    """YAML text to plain data with lines. Raises `ProfileError` where it is not one YAML mapping."""
+    """Read YAML text as plain data with line numbers.
+
+    Raises:
+        ProfileError: the text is not a single YAML mapping.
+    """
     if bad := re.search(r"[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", text):
         line = text.count("\n", 0, bad.start()) + 1
         raise ProfileError(f"{path}:{line}: the character U+{ord(bad[0]):04X} is not allowed in YAML. Remove it.")
@@ -109,7 +122,7 @@ def read_tree(text: str, path: str) -> SourceTree:
         if error.context == "while scanning a block scalar":
             fix = "Put text that starts with '>' or '|' in quotes: '\">=4096\"'."
         raise ProfileError(f"{path}:{mark.line + 1}: YAML syntax: {what}. {fix}") from None
-    except ValueError:  # PyYAML passes on what int() and chr() raise for "\U00110000" and the like
+    except ValueError:  # from int() and chr() inside PyYAML, for an escape such as "\U00110000"
         line = loader.get_mark().line + 1
         raise ProfileError(f"{path}:{line}: YAML syntax: a number or an escape is out of range. Remove it.") from None
     finally:
@@ -162,13 +175,13 @@ def _scalar(node: yaml.Node, path: FieldPath, problems: list[Problem]) -> Any:
         case "bool":
             return text.lower() == "true"
         case "int":
-            # Longer than 64 bits is a typing error, and Python refuses to convert very long ones.
+            # More than 64 bits is a typing error, and Python refuses to convert very long numbers.
             if len(text) <= 20 and -(2**63) <= int(text) < 2**63:
                 return int(text)
             problems.append(Problem(line, format_path(path), "does not fit 64 bits. Write a smaller number."))
             return 0
         case "float":
-            # float() spells infinity without YAML's dot
+            # float() accepts infinity and NaN without the dot of YAML
             value = float(re.sub(r"\.(?=[inIN])", "", text))
             if math.isfinite(value):
                 return value

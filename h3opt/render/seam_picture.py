@@ -11,13 +11,12 @@ import torch
 
 from h3opt.compiler.optimize import optimize, temporarily_uninstalled
 from h3opt.errors import PipelineError
-from h3opt.metrics.seams import seam_visibility
+from h3opt.metrics.seams import Borders, seam_visibility
+from h3opt.metrics.video import denormalize
 from h3opt.pass_api.base import Pass
 from h3opt.pipeline.tiling.plan import TilePlan, plan_decode
 from h3opt.pipeline.view import PipelineView
 from h3opt.render.media import atomic_write
-
-Lines = tuple[list[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class SeamPicture:
     name: str
     unmodified: torch.Tensor
     candidate: torch.Tensor
-    unmodified_borders: Lines
-    candidate_borders: Lines
+    unmodified_borders: Borders
+    candidate_borders: Borders
 
     @property
     def seams(self) -> tuple[float, float]:
@@ -92,16 +91,12 @@ def seam_picture(pipe: Any, one: Pass, latents: torch.Tensor) -> SeamPicture:
     before = plan_decode(view.vae, latents.shape)
     clip = latents[:, :, : before.clips.sources[0][1]]
     with torch.no_grad(), temporarily_uninstalled(view, always_back=True):
-        reference = _pixels(view, view.vae.decode(clip, return_dict=False)[0])
+        reference = _decode(view, clip)
         with optimize(pipe, [one]):
-            candidate = _pixels(view, view.vae.decode(clip, return_dict=False)[0])
-    return SeamPicture(one.name, reference, candidate, _borders(before), _borders(plan))
+            candidate = _decode(view, clip)
+    return SeamPicture(one.name, reference, candidate, before.borders, plan.borders)
 
 
-def _borders(plan: TilePlan) -> Lines:
-    return plan.rows.borders, plan.columns.borders
-
-
-def _pixels(view: PipelineView, decoded: torch.Tensor) -> torch.Tensor:
-    mean, std = (torch.tensor(one).view(-1, 1, 1, 1) for one in (view.pipe.pixel_mean, view.pipe.pixel_std))
-    return (decoded[0].cpu().float() * std + mean).clamp(0, 1).transpose(0, 1)
+def _decode(view: PipelineView, clip: torch.Tensor) -> torch.Tensor:
+    decoded = view.vae.decode(clip, return_dict=False)[0]
+    return denormalize(decoded.cpu(), view.pipe.pixel_mean, view.pipe.pixel_std)[0]

@@ -16,7 +16,7 @@ import torch
 
 from h3opt.errors import PipelineError
 from h3opt.metrics.audio import audio_snr_db, av_offset
-from h3opt.metrics.seams import Borders, seam_steps
+from h3opt.metrics.seams import Borders, border_step_ratios
 from h3opt.metrics.video import frames_of, luma
 from h3opt.pipeline.generation import Media
 from h3opt.verification.latents import CellCosine, LatentTrace, adjacent_cell_cosine, excess_kurtosis
@@ -135,8 +135,8 @@ def find_faults(
         media: the clip.
         reference: the same request from the unmodified pipeline; without it no fault is relative.
         latents, reference_latents: what :func:`h3opt.verification.latents.trace_latents` recorded of each.
-        borders: where decoder tiles meet, from :func:`h3opt.metrics.seams.tile_borders`; without it every line is
-            compared with the reference's.
+        borders: where decoder tiles meet, from :func:`h3opt.pipeline.tiling.plan.tile_borders`; without it every line
+            is compared with that of the reference.
         heads: for any number of sites, the attention output ``[..., heads, head_dim]`` of (reference, candidate).
         fps: frames a second.
 
@@ -297,7 +297,7 @@ def _seam(case: _Case) -> Iterator[Finding]:
     reference = None if case.reference is None else case.reference.video
     if reference is not None and not reference.isfinite().all():
         return
-    for (word, line), step in seam_steps(case.media.video, case.borders, reference).items():
+    for (word, line), step in border_step_ratios(case.media.video, case.borders, reference).items():
         if step > _STEP:
             yield Finding("seam", f"{word} {line}", step, _STEP)
 

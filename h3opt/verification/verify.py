@@ -29,11 +29,11 @@ from h3opt.compiler.session import Session
 from h3opt.environment import environment
 from h3opt.errors import H3OptError, PipelineError
 from h3opt.metrics.lpips import check_lpips
-from h3opt.metrics.seams import tile_borders
 from h3opt.pass_api.base import Pass
 from h3opt.pass_api.ordering import strictest_first
 from h3opt.pass_api.promises import Exact, Perceptual, Promise, Rounding
 from h3opt.pipeline.generation import GenerationSettings, Media, generate
+from h3opt.pipeline.tiling.plan import tile_borders
 from h3opt.profiles.schema import Profile
 from h3opt.verification.bisection import bisect_pass
 from h3opt.verification.difference import Difference

@@ -70,7 +70,7 @@ def test_what_pattern_and_guard_call_is_shown_once() -> None:
     helpers = describe("residual_fold")["helpers"]
     assert set(helpers) >= {"gated_residual", "modulated_norm", "check_modulation"}
     text = explain("residual_fold")
-    assert text.count("def check_modulation(") == text.count("def foldable(") == 1
+    assert text.count("def check_modulation(") == text.count("def check_fold(") == 1
     assert "rule 2 of 3, guard\n  that of rule 1 of 3" in text
 
 

@@ -1,4 +1,4 @@
-"""Canonicalization gives a graph one spelling and keeps its bits: what goes in and what comes out, side by side."""
+"""The canonical form of graphs, and that it preserves bits: listings before and after, side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx import GraphModule
+from graph_cases import X, Y, listing
+from torch.utils._pytree import tree_leaves
 
 from h3opt.graph.canonicalize import canonicalize
 from h3opt.graph.nodes import mutating_node
@@ -17,38 +18,21 @@ from h3opt.kernels import ops
 from h3opt.metrics.bits import bits_equal
 
 aten = torch.ops.aten
-X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-Y = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
-
-
-def listing(graph: GraphModule) -> list[str]:
-    """One line per operator: ``mul.Tensor(x_1, 2.0)``."""
-    lines = []
-    for node in graph.graph.nodes:
-        if node.op == "call_function":
-            name = node.target.__name__
-            words = [str(one) for one in node.args] + [f"{key}={one}" for key, one in node.kwargs.items()]
-            lines.append(f"{name}({', '.join(words)})")
-    return lines
 
 
 def before_and_after(function: Callable[..., Any], *args: torch.Tensor) -> tuple[list[str], list[str]]:
-    """Listings of a function's graph before and after; checks on the way that the bits are the same."""
+    """Return listings of the graph of a function before and after; check that the bits are the same."""
     graph = trace(function, args)
     before = listing(graph)
-    expected = flat(graph(*args))
+    expected = tree_leaves(graph(*args))
     canonicalize(graph)
     graph.graph.lint()
-    found = flat(graph(*args))
-    assert all(bits_equal(left, right) for left, right in zip(expected, found, strict=True))
+    actual = tree_leaves(graph(*args))
+    assert all(bits_equal(left, right) for left, right in zip(expected, actual, strict=True))
     return before, listing(graph)
 
 
-def flat(result: Any) -> list[torch.Tensor]:
-    return [result] if isinstance(result, torch.Tensor) else [one for item in result for one in flat(item)]
-
-
-# --- work that does nothing ------------------------------------------------------------------------------------
+# --- operators without effect ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -64,7 +48,7 @@ def flat(result: Any) -> list[torch.Tensor]:
         (lambda x: aten.alias(x), "alias.default(x_1)"),
         (lambda x: aten.slice.Tensor(x, 1, 0, 8), "slice.Tensor(x_1, 1, 0, 8)"),
     ],
-    ids=lambda one: one.split("(")[0] if isinstance(one, str) else "",
+    ids=lambda value: value.split("(")[0] if isinstance(value, str) else "",
 )
 def test_idle_operators_are_dropped(idle, line):
     before, after = before_and_after(lambda x: idle(x) * 2.0, X)
@@ -103,7 +87,7 @@ def test_dead_code_goes():
     assert after == ["mul.Tensor(x_1, y_1)"]
 
 
-# --- one name and one form -------------------------------------------------------------------------------------
+# --- names and arguments ----------------------------------------------------------------------------------------
 
 
 def test_keyword_arguments_go_to_their_positions():
@@ -114,7 +98,7 @@ def test_keyword_arguments_go_to_their_positions():
 
 def test_trailing_defaults_are_cut():
     graph = trace(lambda x: aten.add.Tensor(x, x), (X,))
-    (node,) = [one for one in graph.graph.nodes if one.op == "call_function"]
+    (node,) = [node for node in graph.graph.nodes if node.op == "call_function"]
     node.kwargs = {"alpha": 1}
     assert listing(graph) == ["add.Tensor(x_1, x_1, alpha=1)"]
     assert listing(canonicalize(graph)) == ["add.Tensor(x_1, x_1)"]
@@ -127,7 +111,7 @@ def test_keyword_arguments_that_are_not_the_default_stay():
 
 def test_python_operators_and_scalar_overloads_become_the_tensor_overload():
     graph = trace(lambda x, y: (x + y) * 2.0, (X, Y))
-    add, mul = [one for one in graph.graph.nodes if one.op == "call_function"]
+    add, mul = [node for node in graph.graph.nodes if node.op == "call_function"]
     add.target, mul.target = operator.add, aten.mul.Scalar
     assert listing(canonicalize(graph)) == ["add.Tensor(x_1, y_1)", "mul.Tensor(add, 2.0)"]
 
@@ -153,7 +137,7 @@ HALVES = ["slice.Tensor(x_1, 1, 0, 4)", "slice.Tensor(x_1, 1, 4, 8)", "mul.Tenso
     ],
     ids=["chunk", "split", "split_with_sizes", "slices", "slices_from_the_end", "narrow"],
 )
-def test_every_way_to_take_halves_is_one_way(parts):
+def test_every_way_to_take_halves_becomes_two_slices(parts):
     def model(x: torch.Tensor) -> torch.Tensor:
         first, second = parts(x)
         return first * second
@@ -198,7 +182,7 @@ def test_equal_quantizes_are_merged():
     before, after = before_and_after(model, X)
     assert sum(line.startswith("quantize_rows") for line in before) == 2
     assert sum(line.startswith("quantize_rows") for line in after) == 1
-    assert len(after) == 7  # the quantize, its two results, a cast, a product and the two sums
+    assert len(after) == 7  # the quantize, two results of it, a cast, a product and the two sums
 
 
 def test_equal_chains_are_merged_from_the_root():
@@ -218,7 +202,7 @@ def test_random_operators_are_not_merged():
 
 
 def test_outputs_stay_tensors_of_their_own():
-    """Whoever writes to one of them must not see it in the other."""
+    """A caller may write to an output, and the other must not change."""
     _, after = before_and_after(lambda x, y: (x * y, x * y), X, Y)
     assert after == ["mul.Tensor(x_1, y_1)", "mul.Tensor(x_1, y_1)"]
 
@@ -239,12 +223,12 @@ def test_nothing_is_merged_across_a_change_of_mode():
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("left", "right"),
     [(0.0, -0.0), (1, True), (1, 1.0), (0, False), (float("inf"), float("-inf"))],
     ids=str,
 )
-def test_literals_that_are_equal_to_python_only_are_not_merged(one, other):
-    _, after = before_and_after(lambda x: aten.sin(aten.mul.Tensor(x, one)) + aten.mul.Tensor(x, other), X)
+def test_literals_that_are_equal_to_python_only_are_not_merged(left, right):
+    _, after = before_and_after(lambda x: aten.sin(aten.mul.Tensor(x, left)) + aten.mul.Tensor(x, right), X)
     assert sum(line.startswith("mul") for line in after) == 2
 
 
@@ -274,9 +258,9 @@ def test_a_graph_that_writes_to_a_tensor_is_left_as_it_is():
     graph = trace(model, (X,))
     assert mutating_node(graph) is not None
     before = listing(graph)
-    expected = flat(graph(X))
+    expected = tree_leaves(graph(X))
     assert listing(canonicalize(graph)) == before
-    assert all(bits_equal(left, right) for left, right in zip(expected, flat(graph(X)), strict=True))
+    assert all(bits_equal(left, right) for left, right in zip(expected, tree_leaves(graph(X)), strict=True))
 
 
 def test_a_graph_that_writes_nowhere_has_no_mutating_node():

@@ -1,8 +1,9 @@
-"""Which passes exist, in which order they run, and what is said about one that is wrong."""
+"""The registry, the order of passes, and the errors about wrong pass classes and packages."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -57,13 +58,14 @@ def a_pass(name: str, kind: type = GraphPass, after: tuple[str, ...] = (), confl
 
 
 def test_every_file_of_the_package_is_a_pass():
-    files = {path.stem for path in Path(registry.__file__).parents[2].joinpath("passes").glob("*.py")}
+    (folder,) = importlib.import_module("h3opt.passes").__path__
+    files = {path.stem for path in Path(folder).glob("*.py")}
     assert {cls.name for cls in list_passes()} == files - {"__init__"}
 
 
 def test_passes_are_listed_by_kind_then_name():
     listed = [(cls.kind, cls.name) for cls in list_passes()]
-    assert listed == sorted(listed, key=lambda one: (["format", "graph", "schedule"].index(one[0]), one[1]))
+    assert listed == sorted(listed, key=lambda row: (["format", "graph", "schedule"].index(row[0]), row[1]))
 
 
 def test_a_pass_is_made_with_its_options():
@@ -107,7 +109,7 @@ def test_an_option_of_a_pass_without_options_is_refused():
 
 
 def names(*passes: Any) -> list[str]:
-    return [one.name for one in in_order(passes)]
+    return [item.name for item in in_order(passes)]
 
 
 def test_a_pass_runs_after_those_it_names_whatever_the_order_given():
@@ -135,10 +137,24 @@ def test_after_beats_kind():
 
 
 def test_passes_that_wait_for_each_other_are_named():
-    free, one, other = a_pass("free")(), a_pass("one", after=("other",))(), a_pass("other", after=("one",))()
-    with pytest.raises(PassOrderError, match="one → other") as error:
-        in_order([free, one, other])
+    free, left, right = a_pass("free")(), a_pass("left", after=("right",))(), a_pass("right", after=("left",))()
+    with pytest.raises(PassOrderError, match="left → right → left") as error:
+        in_order([free, left, right])
     assert "free" not in str(error.value)
+
+
+def test_the_cycle_is_shown_without_the_passes_that_wait_for_it():
+    """``early`` comes before the cycle and ``late`` after it: neither is part of it."""
+    passes = [
+        a_pass("late", after=("first",))(),
+        a_pass("second", after=("third",))(),
+        a_pass("first", after=("second", "early"))(),
+        a_pass("third", after=("first", "absent"))(),
+        a_pass("early")(),
+    ]
+    for given in itertools.permutations(passes):
+        with pytest.raises(PassOrderError, match="another: first → second → third → first. Remove"):
+            in_order(given)
 
 
 def test_a_pass_given_twice_is_refused():
@@ -148,17 +164,17 @@ def test_a_pass_given_twice_is_refused():
 
 @pytest.mark.parametrize("given", [(0, 1), (1, 0)])
 def test_passes_that_exclude_each_other_are_refused_either_way_round(given):
-    pair = [a_pass("one", conflicts=("other",))(), a_pass("other")()]
-    with pytest.raises(PassConflictError, match="'one' and 'other' exclude each other"):
+    pair = [a_pass("left", conflicts=("right",))(), a_pass("right")()]
+    with pytest.raises(PassConflictError, match="'left' and 'right' exclude each other"):
         in_order([pair[number] for number in given])
-    assert names(pair[0]) == ["one"]
+    assert names(pair[0]) == ["left"]
 
 
 # --- what a class has to have ----------------------------------------------------------------------------------
 
 
 def violation(change: str) -> type:
-    """A pass class that breaks the protocol in one way."""
+    """A pass class that violates the protocol in a single point."""
     if change == "not a pass":
         return type("Thing", (), {"name": "thing", "promise": Exact()})
     cls = a_pass("thing", SchedulePass if change == "no ordering" else GraphPass)
@@ -182,7 +198,7 @@ def violation(change: str) -> type:
     elif change == "not frozen":
 
         class Thing(cls):
-            """A subclass that is no dataclass of its own may still be used; one that is not frozen may not."""
+            """A subclass that is not frozen."""
 
         Thing.__dataclass_params__ = type("P", (), {"frozen": False})
         cls = Thing
@@ -351,5 +367,5 @@ def test_a_broken_pass_package_is_named(own_registry, monkeypatch):
 
 
 def test_a_pass_that_does_nothing_at_all_still_follows_the_protocol():
-    one = a_pass("thing", FormatPass)()
-    assert one.install(None, ExitStack()) == 0 and one.applies(None, None)
+    instance = a_pass("thing", FormatPass)()
+    assert instance.install(None, ExitStack()) == 0 and instance.applies(None, None) is None

@@ -1,10 +1,11 @@
-"""Passes beyond what every pass is tested for: second rules, options, loud heads, memory layouts."""
+"""Tests of passes beyond the generic ones: further rules, options, loud heads, memory layouts."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 import h3opt
 from h3opt.kernels.ops import attention
@@ -28,8 +29,8 @@ def cast_heads(draw: Draw) -> Example:
 def test_norm_rope_and_cast_fuse_to_the_same_codes(draw: Draw) -> None:
     example = cast_heads(draw)
     graph = semantic(example)
-    fused, found = rewrite(make_pass("fused_qk_cast"), graph)  # type: ignore[arg-type]
-    assert found.matched == 1
+    fused, outcome = rewrite(make_pass("fused_qk_cast"), graph)  # type: ignore[arg-type]
+    assert outcome.matched == 1
     assert "head_norm_rope_quantize" in fused.code and "rms_norm" not in fused.code.replace("head_norm", "")
     assert bits_equal(graph(*example.args), fused(*example.args))
 
@@ -42,8 +43,8 @@ def test_a_fused_cast_with_another_scale_is_seen() -> None:
 
     example = cast_heads(Draw())
     graph = semantic(example)
-    wrong, found = rewrite(with_replacement(make_pass("fused_qk_cast"), doubled), graph)  # type: ignore[arg-type]
-    assert found.matched == 1
+    wrong, outcome = rewrite(with_replacement(make_pass("fused_qk_cast"), doubled), graph)  # type: ignore[arg-type]
+    assert outcome.matched == 1
     assert not bits_equal(graph(*example.args), wrong(*example.args))
 
 
@@ -66,7 +67,7 @@ def test_smoothing_k_helps_where_k_has_an_offset() -> None:
     expected = attention.attention_definition(q, k, v, "flash")
 
     def error(key: torch.Tensor) -> float:
-        scales = [attention.dynamic_head_scale(one, True) for one in (q, key, v)]
+        scales = [attention.dynamic_head_scale(tensor, True) for tensor in (q, key, v)]
         codes = map(attention.quantize_heads, (q, key, v), scales)
         return relative_error(expected, attention.fp8_attention(*codes, *scales, torch.float32, "triton"))
 
@@ -89,31 +90,29 @@ def test_output_quantize_neither_saturates_a_loud_head_nor_loses_a_quiet_one() -
     draw = Draw(tokens=40, heads=3, head_dim=16)
     q, k, v = (draw.tensor(1, draw.tokens, draw.heads, draw.head_dim) for _ in range(3))
     v = v * torch.tensor([100.0, 1.0, 3.0])[:, None]
-    scales = [attention.dynamic_head_scale(one, True) for one in (q, k, v)]
+    scales = [attention.dynamic_head_scale(tensor, True) for tensor in (q, k, v)]
     codes = [*map(attention.quantize_heads, (q, k, v), scales)]
     expected = attention.fp8_attention(*codes, *scales, torch.float32, "triton")
     out, scale = attention.fp8_attention_quantized(*codes, *scales, "triton")
-    found = (out.float() * scale).unflatten(2, (3, 16))
+    dequantized = (out.float() * scale).unflatten(2, (3, 16))
     for head in range(3):
-        assert relative_error(expected[:, :, head], found[:, :, head]) < 0.05
+        assert relative_error(expected[:, :, head], dequantized[:, :, head]) < 0.05
     assert out.float().abs().max() < 448.0
 
 
 @pytest.mark.parametrize("name", ["gated_residual", "norm_modulate"])
 def test_a_result_that_eager_would_lay_out_otherwise_is_left_alone(name: str) -> None:
     """Strides are not bits, but what reads them may sum in the order of memory."""
-    one = make_pass(name)
-    example = one.example(Draw(channels=8))  # type: ignore[attr-defined]
+    instance = make_pass(name)
+    example = instance.example(Draw(channels=8))  # type: ignore[attr-defined]
     turned = tuple(arg.mT.contiguous().mT if arg.ndim == 3 else arg for arg in example.args)
-    graph, found = rewrite(one, semantic(Example(example.function, turned)))  # type: ignore[arg-type]
+    graph, outcome = rewrite(instance, semantic(Example(example.function, turned)))  # type: ignore[arg-type]
     with torch.no_grad():
         expected = example.function(*turned)
         result = graph(*turned)
-    for reference, candidate in zip(
-        *([one] if isinstance(one, torch.Tensor) else one for one in (expected, result)), strict=True
-    ):
+    for reference, candidate in zip(tree_leaves(expected), tree_leaves(result), strict=True):
         assert bits_equal(reference, candidate) and reference.stride() == candidate.stride()
-    assert found.matched == 0 or expected.is_contiguous()
+    assert outcome.matched == 0 or expected.is_contiguous()
 
 
 def test_attention_backend_expects_none_where_no_library_has_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +124,8 @@ def test_attention_backend_expects_none_where_no_library_has_the_dtype(monkeypat
         dtype: GraphFacts("vae.block", {"vae.block": 1}, {sdpa: 1}, results={sdpa: [heads.to(dtype)]})
         for dtype in (torch.float32, torch.bfloat16)
     }
-    one = make_pass("attention_backend")
-    assert [one.expect(facts[dtype]) for dtype in facts] == [0, 1]  # type: ignore[attr-defined]
+    instance = make_pass("attention_backend")
+    assert [instance.expect(facts[dtype]) for dtype in facts] == [0, 1]  # type: ignore[attr-defined]
     monkeypatch.setattr(
         attention_backend, "unserved", lambda heads: "not in 32 bits" if heads.dtype is torch.float32 else None
     )
@@ -141,22 +140,22 @@ def test_attention_backend_expects_none_where_no_library_has_the_dtype(monkeypat
 
 
 def test_attention_backend_takes_what_fp8_attention_leaves() -> None:
-    """The refiner's and the video decoder's, while other passes rewrite what is around them."""
+    """Attention of the refiner and the video decoder, while other passes rewrite the operators around it."""
     sdpa = torch.ops.aten.scaled_dot_product_attention.default
     passes = tuple(map(make_pass, ("fp8_attention", "attention_backend", "vae_fused_qkv", "vae_residual_norm")))
-    one_each = {
+    expected_sites = {
         region: passes[1].expect(GraphFacts(region, {region: 1}, {sdpa: 1}, passes=passes))  # type: ignore[attr-defined]
         for region in ("transformer.block", "transformer.refiner", "vae.block")
     }
-    assert one_each == {"transformer.block": 0, "transformer.refiner": 1, "vae.block": 1}
+    assert expected_sites == {"transformer.block": 0, "transformer.refiner": 1, "vae.block": 1}
     vae = tiny_pipeline(dtype=torch.bfloat16).vae
     z = torch.randn(1, 24, 7, 4, 4, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = vae.decode(z, return_dict=False)[0]
         with h3opt.optimize(vae, passes, "cpu") as opt:
-            found = vae.decode(z, return_dict=False)[0]
+            actual = vae.decode(z, return_dict=False)[0]
             report, ran = opt.report, opt._session.operators_run()
     entry, blocks = report["attention_backend"], len(vae.decoder.transformer_blocks)
     assert entry.matched == entry.expected == blocks and not entry.refused
     assert report["fp8_attention"].matched == 0 and ran["attention"] >= blocks and not ran["fp8_attention"]
-    assert relative_error(expected.float(), found.float()) < 0.02
+    assert relative_error(expected.float(), actual.float()) < 0.02

@@ -1,4 +1,4 @@
-"""Profiles: every shipped one reads; every bad one is refused with file, line, field and what to write."""
+"""Profiles: all shipped files are valid; a wrong file is refused with file, line, field and what to write."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from h3opt import profiles
+from h3opt import optimize, profiles
 from h3opt.errors import DeviceError, H3OptError, ProfileError
 from h3opt.profiles.parse import parse_profile
 from h3opt.profiles.schema import Profile
-from h3opt.profiles.selection import detect_profile, list_profiles, load_profile, match_profile
+from h3opt.profiles.selection import detect_profile, list_profiles, load_profile, make_row_pass, match_profile
+from h3opt.reference import tiny_pipeline
 
 SHIPPED = [
     "a100", "b200", "b300", "cpu", "gb10", "h100", "h200", "r200", "rtx_4090", "rtx_5090", "rtx_pro_6000",
@@ -60,7 +61,7 @@ def error(text: str | bytes) -> str:
 
 
 def with_row(row: str) -> str:
-    """A profile whose one row starts on line 4."""
+    """A profile with a single row, which starts on line 4."""
     return "name: x\ndevice: {type: cpu}\npasses:\n" + textwrap.indent(textwrap.dedent(row), "  ")
 
 
@@ -458,6 +459,29 @@ def test_a_row_of_a_pass_that_is_not_installed_here_can_be_loaded(tmp_path: Path
     assert load_profile(file).passes[0].options == {"nodes": 8}
 
 
+@pytest.mark.parametrize(
+    ("options", "field", "says"),
+    [("max_tiles: 0", "options", "Pass 'tile_batch' refuses"), ("tiles: 2", "options", "has no option 'tiles'")],
+)
+def test_a_row_is_refused_alike_where_it_is_loaded_and_where_it_is_used(
+    options: str, field: str, says: str, tmp_path: Path
+) -> None:
+    """``parse_profile`` does not check options: ``optimize`` refuses them in the words of ``load_profile``."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"name: mine\ndevice: {{type: cpu}}\npasses:\n  - pass: tile_batch\n    options: {{{options}}}\n")
+    unchecked = parse_profile(file.read_bytes(), str(file))
+    vae = tiny_pipeline(dtype=torch.float32).vae
+    for refuse in (lambda: load_profile(file), lambda: optimize(vae, profile=unchecked)):
+        with pytest.raises(ProfileError, match=rf"mine\.yaml:5: passes\[0\]\.{field}: .*{says}"):
+            refuse()
+
+
+def test_a_row_of_an_unknown_pass_is_refused_where_it_is_used(tmp_path: Path) -> None:
+    profile = parse_profile("name: mine\ndevice: {type: cpu}\npasses:\n  - pass: of_my_cluster\n", "mine.yaml")
+    with pytest.raises(ProfileError, match=r"mine\.yaml:4: passes\[0\]\.pass: There is no pass called"):
+        make_row_pass(profile, profile.passes[0])
+
+
 def load_error(name: str | os.PathLike[str]) -> str:
     with pytest.raises(ProfileError) as caught:
         load_profile(name)
@@ -622,8 +646,8 @@ def test_of_profiles_of_one_capability_the_measured_one_is_picked() -> None:
 def test_the_longest_name_wins_and_a_capability_that_disagrees_is_told() -> None:
     profile = read("name: ti\ndevice: {type: cuda, match: [aa Ti], capability: '9.0'}\npasses: []\n")
     assert match_profile([gpu("aa", "9.0"), profile], "NVIDIA AA Ti", (9, 0)) == (profile, None)
-    found, notice = match_profile([profile], "NVIDIA AA Ti", (8, 0))
-    assert found is profile and notice is not None and "capability 8.0" in notice and "9.0" in notice
+    profile_for_gpu, notice = match_profile([profile], "NVIDIA AA Ti", (8, 0))
+    assert profile_for_gpu is profile and notice is not None and "capability 8.0" in notice and "9.0" in notice
 
 
 def test_without_a_cuda_profile_matching_says_so() -> None:

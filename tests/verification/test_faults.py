@@ -13,8 +13,8 @@ import torch
 import h3opt
 from h3opt.errors import PipelineError
 from h3opt.metrics.bits import bits_equal
-from h3opt.metrics.seams import tile_borders
 from h3opt.pipeline.generation import GenerationSettings, Media, generate, reference_pipeline
+from h3opt.pipeline.tiling.plan import tile_borders
 from h3opt.pipeline.view import PipelineView
 from h3opt.reference.scenes import all_scenes
 from h3opt.verification.faults import FAULTS, find_faults, head_gains

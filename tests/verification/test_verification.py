@@ -229,7 +229,7 @@ def test_no_seed_is_no_clip(silent):
 
 
 def test_weights_of_lpips_that_are_missing_are_said_before_anything_runs(silent, monkeypatch, tmp_path):
-    monkeypatch.setattr("h3opt.metrics.lpips._weights_path", lambda weights: tmp_path / "none.safetensors")
+    monkeypatch.setattr("h3opt.metrics.lpips._weights_path", lambda: tmp_path / "none.safetensors")
     told: list[Any] = []
     with pytest.raises(CheckpointError, match="LPIPS weights .* are missing"):
         verify(silent, ["tile_batch"], progress=lambda *what: told.append(what))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from h3opt.errors import MemoryBudgetError, PipelineError
+from h3opt.metrics.seams import Borders
 from h3opt.pipeline.tiling.strategies import BatchRunner, TileOptions
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -117,6 +118,11 @@ class TilePlan:
         """All tiles, in the order they run and merge in."""
         clips, rows, columns = (range(len(axis.sources)) for axis in (self.clips, self.rows, self.columns))
         return [Tile(clip, row, column) for clip in clips for row in rows for column in columns]
+
+    @property
+    def borders(self) -> Borders:
+        """Rows and columns of the result at which a blended region begins or ends: where a seam would show."""
+        return self.rows.borders, self.columns.borders
 
     @property
     def size(self) -> str:
@@ -243,6 +249,22 @@ def plan_decode(vae: Any, shape: Sequence[int], choices: Sequence[TileOptions] =
         ),
         chosen,
     )
+
+
+def tile_borders(vae: Any, height: int, width: int, choices: Sequence[TileOptions] = ()) -> Borders:
+    """Rows and columns at which a seam would show in a decoded frame, in pixels; see :attr:`TilePlan.borders`.
+
+    Args:
+        vae: may be on the meta device.
+        height, width: of the frame, in pixels.
+        choices: of the passes.
+
+    Raises:
+        H3OptError: as :func:`plan_decode`.
+    """
+    ratio, clip = vae.spatial_compression_ratio, vae.tokens_chunk_size + vae.token_overlap
+    shape = (1, 1, clip, height // ratio, width // ratio)  # borders depend on neither samples nor channels nor frames
+    return plan_decode(vae, shape, choices).borders
 
 
 def plan_encode(vae: Any, shape: Sequence[int], choices: Sequence[TileOptions] = ()) -> TilePlan:
