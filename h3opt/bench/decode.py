@@ -27,6 +27,8 @@ from h3opt.metrics.audio import audio_snr_db
 from h3opt.metrics.lpips import LPIPS_MIN_SIZE, check_lpips, lpips_per_frame
 from h3opt.pass_api.base import FormatPass, GraphFacts, GraphPass, Pass, SchedulePass
 from h3opt.pass_api.ordering import strictest_first
+from h3opt.pipeline import minimax_h3
+from h3opt.pipeline.steps import find_steps_making
 from h3opt.pipeline.tiling.plan import plan_decode
 from h3opt.pipeline.view import PipelineView
 
@@ -195,7 +197,7 @@ def bench_decode(
         raise PipelineError(f"There is no peer {unknown[0]!r}{nearest(unknown[0], PEERS)}. Use {' or '.join(PEERS)}.")
     session, asked = prepare(pipe, passes, profile)
     view = session.view
-    if view.vae is None or view.audio_vae is None or not view.steps_making("videos"):
+    if view.vae is None or view.audio_vae is None or not find_steps_making(view.pipe, minimax_h3.VIDEO):
         raise PipelineError("This pipeline does not decode video and sound. Give one with both VAEs and decode steps.")
     check_lpips()
     groups = _by_group(asked, session)
@@ -315,7 +317,7 @@ class _Decodes(BenchmarkRunner[DecodeArm]):
         tiles = len(plan.rows.sources) * len(plan.columns.sources)
         area = sum(b - a for a, b in plan.rows.sources) * sum(b - a for a, b in plan.columns.sources)
         decoder, block = vae.decoder, vae.decoder.transformer_blocks[0]
-        frames = plan.clips.sources[0][1]
+        frames = plan.chunks.sources[0][1]
         tokens = frames * area + tiles * (decoder.num_register_tokens + 1)
         linears = [one for one in decoder.transformer_blocks.modules() if isinstance(one, torch.nn.Linear)]
         weights = sum(one.in_features * one.out_features for one in linears)
@@ -360,8 +362,8 @@ class _Decodes(BenchmarkRunner[DecodeArm]):
             return _Decoded(audio=self.view.audio_vae.decode(self.audio_latents, return_dict=False)[0])
         values = {"latents": self.latents, "audio_latents": self.audio_latents, "output_type": "pt"}
         state = PipelineState(values)
-        for step in (self.view.steps_making("videos")[0], self.view.steps_making("audio")[0]):
-            step(self.view.pipe, state)
+        for output in (minimax_h3.VIDEO, minimax_h3.AUDIO):
+            find_steps_making(self.view.pipe, output)[0](self.view.pipe, state)
         video: Any = state.get("videos")
         audio: Any = state.get("audio")
         return _Decoded(video, audio, in_range=True)
@@ -372,7 +374,7 @@ class _Decodes(BenchmarkRunner[DecodeArm]):
             return None
         if arm.decodes == AUDIO:
             return work
-        first = plan_decode(self.view.vae, self.latents.shape).clips.sources[0][1]
+        first = plan_decode(self.view.vae, self.latents.shape).chunks.sources[0][1]
         return partial(work, latents=self.latents[:, :, :first])
 
     def check(self, arm: DecodeArm, out: _Decoded, work: Callable[..., _Decoded]) -> None:

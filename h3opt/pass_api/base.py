@@ -84,9 +84,12 @@ class Pass(abc.ABC):
 
     A pass runs after those in ``after`` that are on. Some of these it may build on (``builds_on``): without them it has
     nothing to do, and what an Exact pass keeps the bits of is a pipeline that has them on.
+
+    A pass that was renamed lists its ``former_names``: they keep working for one version, with a DeprecationWarning.
     """
 
     name: ClassVar[str]
+    former_names: ClassVar[tuple[str, ...]] = ()
     kind: ClassVar[str]
     promise: ClassVar[Promise]
     after: ClassVar[tuple[str, ...]] = ()

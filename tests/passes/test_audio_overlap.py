@@ -15,10 +15,11 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 from h3opt import optimize
 from h3opt.metrics.bits import bits_equal
-from h3opt.passes.audio_overlap import AudioOverlap, EarlyAudio
+from h3opt.passes.audio_overlap import AudioOverlap
+from h3opt.pipeline.early_step import EarlyStep
+from h3opt.pipeline.minimax_h3 import AUDIO_DECODE_STEP, VIDEO_DECODE_STEP
+from h3opt.pipeline.steps import find_steps
 from h3opt.pipeline.view import PipelineView
-
-VIDEO, AUDIO = "MiniMaxH3VideoDecodeStep", "MiniMaxH3AudioDecodeStep"
 
 
 class Decoders:
@@ -46,7 +47,7 @@ class Decoders:
         return PipelineState({"latents": latents, "audio_latents": audio, "output_type": "pt", **values})
 
     def run(self, state: PipelineState, between: Any = None) -> PipelineState:
-        video, audio = PipelineView.of(self.pipe).steps(VIDEO, AUDIO)
+        video, audio = find_steps(self.pipe, VIDEO_DECODE_STEP, AUDIO_DECODE_STEP)
         self.diary.clear()
         video(self.pipe, state)
         if between is not None:
@@ -113,7 +114,7 @@ def test_what_a_failed_generation_made_is_not_handed_to_a_lone_audio_step(decode
         with pytest.raises(FloatingPointError):
             decoders.run(bad)
         decoders.diary.clear()
-        PipelineView.of(decoders.pipe).steps(AUDIO)[0](decoders.pipe, bad)
+        find_steps(decoders.pipe, AUDIO_DECODE_STEP)[0](decoders.pipe, bad)
         assert decoders.diary == ["audio"]
 
 
@@ -165,7 +166,7 @@ class TwoSteps:
 
     def __init__(self, log: list[str]) -> None:
         self.log, self.fails = log, ""
-        self.early = EarlyAudio(self.audio)
+        self.early = EarlyStep(self.audio, "audio_latents")
         latents = torch.zeros(2).as_subclass(OnGPU)
         latents.log = log
         self.state = PipelineState({"audio_latents": latents})
@@ -206,7 +207,7 @@ def test_sound_waits_for_its_latents_and_whoever_reads_it_waits_for_the_sound(st
     stream_log.clear()
     steps.run()
     assert stream_log[0] == "side waits for compute" and "compute waits for side" in stream_log
-    assert steps.early.side is not None and steps.early.side.name == "side"
+    assert steps.early.stream is not None and steps.early.stream.name == "side"
 
 
 @pytest.mark.parametrize("fails", ["audio", "video"])
@@ -223,8 +224,8 @@ def test_the_streams_join_before_an_error_goes_on(stream_log: list[str], fails: 
 
 
 def test_restoring_joins_a_decode_that_nobody_took_over(stream_log: list[str], decoders: Decoders) -> None:
-    early = EarlyAudio(None)
-    early.side = torch.cuda.Stream(torch.device("cuda", 0))
+    early = EarlyStep(None, "audio_latents")
+    early.stream = torch.cuda.Stream(torch.device("cuda", 0))
     one = _Given(given=early)
     with ExitStack() as undo:
         assert one.install(PipelineView.of(decoders.pipe), undo) == 1
@@ -236,5 +237,5 @@ def test_restoring_joins_a_decode_that_nobody_took_over(stream_log: list[str], d
 class _Given(AudioOverlap):
     given: Any = None
 
-    def early(self, audio_step: Any) -> EarlyAudio:
+    def early_step(self, audio_step: Any) -> EarlyStep:
         return self.given

@@ -41,9 +41,9 @@ def latents(rows: int, columns: int, frames: int = 12, samples: int = 1) -> torc
     return torch.randn(samples, 24, frames, rows, columns, generator=torch.Generator().manual_seed(2))
 
 
-def scheduled(vae: Any, run: Callable[[], Any], choices: TileOptions | None = None) -> Any:
+def scheduled(vae: Any, run: Callable[[], Any], options: TileOptions | None = None) -> Any:
     with ExitStack() as undo:
-        schedule_tiles(vae, choices or TileOptions(), undo)
+        schedule_tiles(vae, options or TileOptions(), undo)
         return run()
 
 
@@ -113,7 +113,7 @@ def test_with_gradients_it_gives_the_same_ones(vae: Any) -> None:
 
 
 def test_a_video_too_short_for_a_chunk_is_refused(vae: Any) -> None:
-    with pytest.raises(PipelineError, match="2 latent frames make no clip. Decode at least 7"):
+    with pytest.raises(PipelineError, match="2 latent frames make no chunk. Decode at least 7"):
         scheduled(vae, lambda: decode(vae, latents(4, 4, 2)))
 
 
@@ -184,16 +184,16 @@ def test_a_seam_shows_at_the_borders_of_the_plan_unless_it_is_blended(vae: Any) 
     plan = plan_decode(vae, z.shape)
     assert plan.columns.borders == [32, 64, 80, 96] and plan.rows.borders == []
 
-    def picture(choices: TileOptions) -> torch.Tensor:
+    def picture(options: TileOptions) -> torch.Tensor:
         brightness = iter((0.0, 1.0, 2.0))
         noise = torch.Generator().manual_seed(4)
-        scheduler = TileScheduler(vae, [choices])
+        scheduler = TileScheduler(vae, [options])
         return scheduler.run(
             plan, z, lambda tile: next(brightness) + 0.1 * torch.randn(1, 3, 28, 64, 64, generator=noise)
         ).transpose(1, 2)
 
     assert seam_visibility(picture(TileOptions()), [], plan.columns.borders) < 1.2
-    assert seam_visibility(picture(TileOptions(blends=HardCut)), [], plan.columns.borders) > 5
+    assert seam_visibility(picture(TileOptions(blender=HardCut)), [], plan.columns.borders) > 5
 
 
 # --- the plan --------------------------------------------------------------------------------------------------
@@ -204,21 +204,21 @@ def released() -> Any:
     return full_vae(device="meta")
 
 
-def real_plan(vae: Any, canvas: str, **choices: Any) -> TilePlan:
-    return plan_decode(vae, (1, 24, *CANVASES[canvas].latents), [TileOptions(**choices)])
+def real_plan(vae: Any, canvas: str, **options: Any) -> TilePlan:
+    return plan_decode(vae, (1, 24, *CANVASES[canvas].latents), [TileOptions(**options)])
 
 
 def test_the_plan_of_the_released_decoder_is_that_of_its_documentation(released: Any) -> None:
     plan = real_plan(released, "544x960x124", max_tiles=8, memory_budget=2**33)
     found = json.loads(json.dumps(plan.to_dict()))
-    assert (found["clips"], found["rows"], found["columns"], found["tiles"]) == (7, 3, 5, 105)
+    assert (found["chunks"], found["rows"], found["columns"], found["tiles"]) == (7, 3, 5, 105)
     assert found["tile"] == [256, 256] and found["result"] == [124, 544, 960]
     assert found["overlaps"] == {"rows": [112, 112], "columns": [80, 80, 80, 80]}
     assert sum(found["batches"]) == 105 and set(found["batches"]) == {7, 8}
     assert len(real_plan(released, "768x1344x209").tiles) == 336
     lines = str(plan).splitlines()
     assert lines[0] == "decode to 544x960, 124 frames" and "7, 5 frames cross-faded" in lines[1]
-    assert lines[2].split(maxsplit=1)[1] == "105: 3 x 5 a clip, each 256x256"
+    assert lines[2].split(maxsplit=1)[1] == "105: 3 x 5 a chunk, each 256x256"
     assert lines[3].split(maxsplit=1)[1] == "rows 112, 112; columns 80, 80, 80, 80"
     assert lines[-1].endswith("budget 8.00 GiB")
 
@@ -244,12 +244,12 @@ def test_batches_shrink_with_the_budget_until_one_tile_does_not_fit(released: An
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_decode_holds_no_more_than_its_plan_says(dtype: torch.dtype, batch: int) -> None:
-    vae, choices = tiny_vae(dtype), TileOptions(max_tiles=batch)
+    vae, options = tiny_vae(dtype), TileOptions(max_tiles=batch)
     z = latents(4, 9).to(dtype)
-    plan = plan_decode(vae, z.shape, [choices])
+    plan = plan_decode(vae, z.shape, [options])
     decode(vae, z)  # what is made at first use
     with ExitStack() as undo:
-        schedule_tiles(vae, choices, undo)
+        schedule_tiles(vae, options, undo)
         with LiveBytes(vae) as live:
             decode(vae, z)
     assert 0.4 * plan.peak(plan.batch) < live.peak <= plan.peak(plan.batch)
