@@ -316,15 +316,15 @@ class _Decodes(BenchmarkRunner[DecodeArm]):
         plan = plan_decode(vae, self.latents.shape)
         tiles = len(plan.rows.sources) * len(plan.columns.sources)
         area = sum(b - a for a, b in plan.rows.sources) * sum(b - a for a, b in plan.columns.sources)
-        decoder, block = vae.decoder, vae.decoder.transformer_blocks[0]
+        decoder, blocks = vae.decoder, minimax_h3.decoder_blocks(vae)
         frames = plan.chunks.sources[0][1]
         tokens = frames * area + tiles * (decoder.num_register_tokens + 1)
-        linears = [one for one in decoder.transformer_blocks.modules() if isinstance(one, torch.nn.Linear)]
+        linears = [one for one in blocks.modules() if isinstance(one, torch.nn.Linear)]
         weights = sum(one.in_features * one.out_features for one in linears)
-        attention = 4.0 * (tokens / tiles) * tokens * block.attn.to_q.out_features * len(decoder.transformer_blocks)
+        attention = 4.0 * (tokens / tiles) * tokens * blocks[0].attn.to_q.out_features * len(blocks)
         return DecodeBench(
             Device.of(device).name,
-            len(decoder.transformer_blocks),
+            len(blocks),
             canvas,
             len(plan.tiles),
             tiles,
@@ -344,7 +344,7 @@ class _Decodes(BenchmarkRunner[DecodeArm]):
         """``torch.compile`` of each decoder block, in a copy of the video VAE that shares the weights."""
         if self._compiled is None:
             self._compiled = sharing_weights(self.view.vae)
-            for block in self._compiled.decoder.transformer_blocks:
+            for block in minimax_h3.decoder_blocks(self._compiled):
                 block.compile(fullgraph=True)
         return partial(self.decode, VIDEO, self._compiled)
 

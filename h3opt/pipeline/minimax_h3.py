@@ -9,7 +9,7 @@ Importing this module is cheap: torch and diffusers are imported inside the func
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,18 +55,18 @@ ADALN_PROJECTION = "adaln_proj"
 """Attribute of a transformer block: the module that computes the AdaLN tables from the timestep embedding."""
 
 
-def transformer_blocks(transformer: Any) -> Sequence[torch.nn.Module]:
-    """Return the repeated blocks of the denoiser."""
+def transformer_blocks(transformer: Any) -> Any:
+    """Return the repeated blocks of the denoiser, a ``ModuleList``."""
     return transformer.transformer_blocks
 
 
-def refiner_blocks(transformer: Any) -> Sequence[torch.nn.Module]:
-    """Return the repeated blocks that refine the prompt's tokens."""
+def refiner_blocks(transformer: Any) -> Any:
+    """Return the repeated blocks that refine the prompt's tokens, a ``ModuleList``."""
     return transformer.token_refiner.refiner_blocks
 
 
-def decoder_blocks(vae: Any) -> Sequence[torch.nn.Module]:
-    """Return the repeated blocks of the video decoder."""
+def decoder_blocks(vae: Any) -> Any:
+    """Return the repeated blocks of the video decoder, a ``ModuleList``."""
     return vae.decoder.transformer_blocks
 
 
@@ -279,7 +279,7 @@ def decoder_activation_bytes(vae: Any, latents: int) -> int:
     result of the norm. Besides, in the feed-forward layer: both halves of the projection, the activated gate and the
     product. In attention: up to eight tensors of the size of the query while the key is rotated.
     """
-    decoder, block = vae.decoder, vae.decoder.transformer_blocks[0]
+    decoder, block = vae.decoder, decoder_blocks(vae)[0]
     itemsize = decoder.proj_out.weight.dtype.itemsize
     gate_and_value, channels = block.ff.net[0].proj.weight.shape
     query_channels = block.attn.to_q.weight.shape[0]

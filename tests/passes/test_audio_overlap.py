@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,82 +143,6 @@ def test_a_model_that_is_offloaded_later_decodes_in_its_turn(decoders: Decoders)
         finally:
             del decoders.pipe.audio_vae._hf_hook
     assert decoders.diary == ["video", "audio"]
-
-
-# --- streams ---------------------------------------------------------------------------------------------------
-
-
-class OnGPU(torch.Tensor):
-    """Latents that say they are on a GPU, and write down which stream keeps them."""
-
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
-    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
-    log: list[str]
-
-    def record_stream(self, stream: Any) -> None:
-        self.log.append(f"latents are kept for {stream.name}")
-
-
-class TwoSteps:
-    """``audio_overlap`` around two stand-ins for the decode steps, which write down when the host starts them."""
-
-    def __init__(self, log: list[str]) -> None:
-        self.log, self.fails = log, ""
-        self.early = EarlyStep(self.audio, "audio_latents")
-        latents = torch.zeros(2).as_subclass(OnGPU)
-        latents.log = log
-        self.state = PipelineState({"audio_latents": latents})
-        self.components = SimpleNamespace(audio_vae=torch.nn.Identity())
-
-    def audio(self, components: Any, state: PipelineState) -> Any:
-        return self.step("audio", components, state)
-
-    def step(self, kind: str, components: Any, state: PipelineState) -> Any:
-        self.log.append(kind)
-        if kind == self.fails:
-            raise FloatingPointError(f"no {kind}")
-        state.set({"audio": "audio", "video": "videos"}[kind], torch.ones(1).as_subclass(Made))
-        return components, state
-
-    def run(self) -> None:
-        self.early.launch(partial(self.step, "video"), self.components, self.state)
-        self.early.hand_over(partial(self.step, "audio"), self.components, self.state)
-
-
-class Made(torch.Tensor):
-    """What a step made on a GPU."""
-
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
-
-    def record_stream(self, stream: Any) -> None:
-        stream.log.append(f"sound is kept for {stream.name}")
-
-
-BEGUN = ["side waits for compute", "latents are kept for side", "audio"]
-
-
-def test_sound_waits_for_its_latents_and_whoever_reads_it_waits_for_the_sound(stream_log: list[str]) -> None:
-    steps = TwoSteps(stream_log)
-    steps.run()
-    assert stream_log == [*BEGUN, "video", "compute waits for side", "sound is kept for compute"]
-    assert isinstance(steps.state.get("audio"), torch.Tensor)
-    stream_log.clear()
-    steps.run()
-    assert stream_log[0] == "side waits for compute" and "compute waits for side" in stream_log
-    assert steps.early.stream is not None and steps.early.stream.name == "side"
-
-
-@pytest.mark.parametrize("fails", ["audio", "video"])
-def test_the_streams_join_before_an_error_goes_on(stream_log: list[str], fails: str) -> None:
-    steps = TwoSteps(stream_log)
-    steps.fails = fails
-    with pytest.raises(FloatingPointError, match=f"no {fails}"):
-        steps.run()
-    assert stream_log == [*BEGUN, *(["video"] if fails == "video" else []), "compute waits for side"]
-    steps.fails = ""
-    stream_log.clear()
-    steps.run()
-    assert stream_log == [*BEGUN, "video", "compute waits for side", "sound is kept for compute"]
 
 
 def test_restoring_joins_a_decode_that_nobody_took_over(stream_log: list[str], decoders: Decoders) -> None:
