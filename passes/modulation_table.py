@@ -19,9 +19,8 @@ from h3opt.pipeline.minimax_h3 import ADALN_PROJECTION, MAX_TIMESTEPS, transform
 from h3opt.pipeline.staleness import TensorCache, autocast_state, content_key, drop_oldest
 from h3opt.pipeline.steps import after_step
 
-KEPT_STEPS = (
-    64  # steps whose tables are kept, 39 MB each for H3: a second generation with the same schedule reuses them
-)
+KEPT_STEPS = 64
+"""Steps whose tables are kept, 39 MB each for H3: a second generation with the same schedule reuses them."""
 
 
 @register

@@ -82,13 +82,13 @@ def regions(transformer: Any, vae: Any, scope: str) -> list[Region]:
         transformer, vae: the components; ``None`` for a missing component.
         scope: ``"block"``, or ``"model"`` for the transformer as a whole.
     """
-    found = []
+    captured = []
     if transformer is not None:
-        found += [_whole_transformer(transformer)] if scope == "model" else _transformer_blocks(transformer)
+        captured += [_whole_transformer(transformer)] if scope == "model" else _transformer_blocks(transformer)
     if vae is not None:
         dynamic = {"hidden_states": (_BATCH, _TOKENS), "rotary_emb": (_BATCH, _TOKENS)}
-        found.append(Region("vae.block", list(decoder_blocks(vae)), dynamic))
-    return [region for region in found if region.modules]
+        captured.append(Region("vae.block", list(decoder_blocks(vae)), dynamic))
+    return [region for region in captured if region.modules]
 
 
 def _whole_transformer(transformer: Any) -> Region:

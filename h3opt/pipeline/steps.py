@@ -111,7 +111,7 @@ class Overlay:
 
 
 def components_on(components: Any, device: Any) -> Overlay:
-    """Return the components as a step sees them whose pipeline runs on ``device``; nothing is moved."""
+    """Return the components as steps see them in a pipeline that runs on ``device``; nothing is moved."""
     return Overlay(components, _execution_device=device)
 
 
