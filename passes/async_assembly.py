@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from h3opt.pass_api import Device, Exact, Mutant, PipelineView, ReversedMergeQueue, SchedulePass, register
-from h3opt.pipeline.tiling.scheduler import schedule_tiles
+from h3opt.pass_api import Exact, Mutant, ReversedMergeQueue, TilePass, register
 from h3opt.pipeline.tiling.strategies import MergeQueue, TileOptions
 
 
-class SideStream(MergeQueue):
-    """Merges on a CUDA stream of its own; on a device without streams, in place and in order.
+class SideStreamQueue(MergeQueue):
+    """Merges on a CUDA stream of its own; on a device without streams, at once and in order.
 
-    A finished tile's memory belongs to the stream that computes. It is held until that stream has been told to wait
-    for the merge, one batch later: so the allocator may hand it out again at once. ``record_stream`` would leave the
-    moment to the host, which runs far ahead of the device and would find no finished tile's memory free again.
+    The memory of a finished tile belongs to the stream that computes. The tile is held until that stream has been told
+    to wait for the merge, one batch later, so that the allocator may use the memory again at once. ``record_stream``
+    would leave the moment to the host, which runs far ahead of the device and would see no tile's memory free again.
+
+    Attributes:
+        streams: one side stream per device, for all decodes: every stream has a memory pool of its own.
+        held: merges that the computing stream has not been told to wait for: the end of each, and what it reads.
+        computing: the stream that computes; ``None`` between decodes.
     """
 
     def __init__(self) -> None:
-        self.streams: dict[torch.device, torch.cuda.Stream] = {}  # one each: every stream has a memory pool
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.held: deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = deque()
         self.computing: torch.cuda.Stream | None = None
 
@@ -57,7 +60,7 @@ class SideStream(MergeQueue):
 
 @register
 @dataclass(frozen=True)
-class AsyncAssembly(SchedulePass):
+class AsyncAssembly(TilePass):
     """Blending, cross-fading and copying a finished tile into the video overlaps the decoder's next tile.
 
     Every tile goes straight into one buffer of the video's size: nothing is concatenated at the end. On the CPU the
@@ -72,25 +75,18 @@ class AsyncAssembly(SchedulePass):
         "Everything is merged before the video is returned or an error leaves the decode.",
     )
 
-    def applies(self, device: Device, view: PipelineView) -> str | None:
-        return None if view.vae is not None else "there is no video VAE"
+    def tile_options(self, vae: Any) -> TileOptions:
+        return TileOptions(merge_queue=self.merge_queue())
 
-    def expect(self, view: PipelineView) -> int:
-        return 1
-
-    def install(self, view: PipelineView, undo: ExitStack) -> int:
-        schedule_tiles(view.vae, TileOptions(lane=self.lane()), undo)
-        return 1
-
-    def lane(self) -> MergeQueue:
+    def merge_queue(self) -> MergeQueue:
         """Where merging runs."""
-        return SideStream()
+        return SideStreamQueue()
 
     def mutants(self) -> Sequence[Mutant]:
-        return (Mutant("tiles are merged last first", _LastFirst()),)
+        return (Mutant("tiles are merged last first", _MergeLastFirst()),)
 
 
 @dataclass(frozen=True)
-class _LastFirst(AsyncAssembly):
-    def lane(self) -> MergeQueue:
+class _MergeLastFirst(AsyncAssembly):
+    def merge_queue(self) -> MergeQueue:
         return ReversedMergeQueue()

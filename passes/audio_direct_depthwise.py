@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_minimax_h3_audio import (
-    MiniMaxH3AudioActivation1d,
-    MiniMaxH3AudioSnakeBeta,
-)
 from torch.nn.utils.weight_norm import WeightNorm
 
 from h3opt.kernels import ops
 from h3opt.pass_api import Device, FormatPass, Mutant, Perceptual, PipelineView, register
+from h3opt.pipeline.minimax_h3 import audio_decoder_dtype, audio_layer_counts, is_audio_activation
 
 TAPS = 12
 
@@ -60,16 +57,12 @@ class AudioDirectDepthwise(FormatPass):
     def applies(self, device: Device, view: PipelineView) -> str | None:
         if view.audio_vae is None:
             return "there is no audio VAE"
-        dtype = view.audio_vae.decoder.conv_post.weight_g.dtype
+        dtype = audio_decoder_dtype(view.audio_vae)
         return None if dtype == torch.float32 else f"the audio decoder is in {dtype}; the kernels take float32"
 
     def expect(self, view: PipelineView) -> int:
-        """By the configuration: two activations and two convolutions per dilation, and what is around the blocks."""
-        config = view.audio_vae.config
-        pairs = len(config.decoder_rates) * sum(len(dilations) for dilations in config.resblock_dilation_sizes)
-        activations = 2 * pairs + 1  # the last one stands alone
-        convolutions = 2 * pairs + len(config.decoder_rates) + 2  # conv_pre, one per upsampling, conv_post
-        return activations + convolutions
+        """The activations and the weight-normed convolutions of the decoder, by the configuration."""
+        return sum(audio_layer_counts(view.audio_vae))
 
     def install(self, view: PipelineView, undo: ExitStack) -> int:
         decoder: Any = view.audio_vae.decoder
@@ -83,7 +76,7 @@ class AudioDirectDepthwise(FormatPass):
         return count
 
     def convert(self, activation: Any) -> DirectActivation:
-        """What takes the place of one activation."""
+        """The replacement of one activation."""
         return DirectActivation(activation)
 
     def mutants(self) -> Sequence[Mutant]:
@@ -91,10 +84,10 @@ class AudioDirectDepthwise(FormatPass):
 
 
 def _activations(decoder: Any) -> Iterator[tuple[torch.nn.Module, str, Any]]:
-    """Where the decoder's activations are: those of H3's shape, twice up and down through 12 taps."""
+    """Yield parent, name and module of each activation that the kernels serve: factor two, 12 taps, up and down."""
     for parent in list(decoder.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is MiniMaxH3AudioActivation1d and type(child.act) is MiniMaxH3AudioSnakeBeta:
+            if is_audio_activation(child):
                 up: Any = child.upsample
                 down: Any = child.downsample.lowpass
                 if up.ratio == down.stride == 2 and up.filter.numel() == down.filter.numel() == TAPS:
@@ -102,7 +95,7 @@ def _activations(decoder: Any) -> Iterator[tuple[torch.nn.Module, str, Any]]:
 
 
 def _fold_weight_norm(module: torch.nn.Module, undo: ExitStack) -> int:
-    """Replace the hook that makes ``weight`` before every call by the weight it makes; 0 or 1 hooks."""
+    """Replace the hook that computes ``weight`` before every call by the computed weight; return 0 or 1 hooks."""
     hooks: Any = module._forward_pre_hooks
     for key, hook in list(hooks.items()):
         if isinstance(hook, WeightNorm):

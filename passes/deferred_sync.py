@@ -11,9 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from h3opt.pass_api import Device, Exact, Mutant, PipelineView, SchedulePass, register
-
-DECODES = {"MiniMaxH3VideoDecodeStep": "vae", "MiniMaxH3AudioDecodeStep": "audio_vae"}
-"""Step that copies constants to the device → the component it decodes with."""
+from h3opt.pipeline.minimax_h3 import AUDIO, DECODE_STEPS, SCHEDULERS, VIDEO
+from h3opt.pipeline.steps import Overlay, find_loops, find_steps, find_steps_making, wrap_step
 
 
 @register
@@ -34,44 +33,46 @@ class DeferredSync(SchedulePass):
     )
 
     def applies(self, device: Device, view: PipelineView) -> str | None:
-        return None if view.loops() else "there is no pipeline with a denoising loop, so nothing waits"
+        return None if find_loops(view.pipe) else "there is no pipeline with a denoising loop, so nothing waits"
 
     def expect(self, view: PipelineView) -> int:
         """Every loop, and every step that makes media."""
-        return len(view.loops()) + len(view.steps_making("videos", "audio"))
+        return len(find_loops(view.pipe)) + len(find_steps_making(view.pipe, VIDEO, AUDIO))
 
     def install(self, view: PipelineView, undo: ExitStack) -> int:
-        loops, decodes = view.loops(), view.steps(*DECODES)
+        loops, decode_steps = find_loops(view.pipe), find_steps(view.pipe, *DECODE_STEPS)
         for loop in loops:
-            view.around_step(loop, self.begin_known, undo)
-        for step in decodes:
-            view.around_step(step, _DecodeWith(DECODES[type(step).__name__], self.constants()), undo, innermost=True)
-        return len(loops) + len(decodes)
+            wrap_step(loop, self.set_begin_index, undo)
+        for step in decode_steps:
+            wrapper = _QueueConstants(DECODE_STEPS[type(step).__name__], self.constants())
+            wrap_step(step, wrapper, undo, innermost=True)
+        return len(loops) + len(decode_steps)
 
-    def begin_known(self, proceed: Any, components: Any, state: Any) -> Any:
+    def set_begin_index(self, proceed: Any, components: Any, state: Any) -> Any:
         """Run the loop with schedulers that need not search for the first timestep of their own schedule."""
-        told = []
-        for scheduler, name in ((components.scheduler, "timesteps"), (components.audio_scheduler, "audio_timesteps")):
-            # with other timesteps than the scheduler's own only a search finds where they begin
+        changed = []
+        for component, name in SCHEDULERS.items():
+            scheduler = getattr(components, component)
+            # with other timesteps than the scheduler's own, only a search can tell where they begin
             if scheduler.begin_index is None and state.get(name) is scheduler.timesteps:
                 scheduler.set_begin_index(0)
-                told.append(scheduler)
+                changed.append(scheduler)
         try:
             return proceed(components, state)
         finally:
-            for scheduler in told:
+            for scheduler in changed:
                 scheduler.set_begin_index(None)
 
     def constants(self) -> QueuedConstants:
-        """What ``torch.tensor`` goes through."""
+        """The mode that ``torch.tensor`` runs in."""
         return QueuedConstants()
 
     def mutants(self) -> Sequence[Mutant]:
-        return (Mutant("constants lose bits on the way to the device", _Rounded()),)
+        return (Mutant("constants lose bits on the way to the device", _RoundConstants()),)
 
 
 class QueuedConstants(TorchFunctionMode):
-    """``torch.tensor(data, device=...)`` as a copy from pinned memory, which nobody waits for."""
+    """Makes ``torch.tensor(data, device=...)`` a copy from pinned memory, which the host does not wait for."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -80,14 +81,14 @@ class QueuedConstants(TorchFunctionMode):
         return self.to_device(torch.tensor(*args, **{**kwargs, "device": "cpu"}), torch.device(kwargs["device"]))
 
     def to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """``host`` on ``device``."""
+        """Queue a copy of ``host`` to ``device``."""
         staged = torch.empty(host.shape, dtype=host.dtype, pin_memory=device.type == "cuda").copy_(host)
         return staged.to(device, non_blocking=True)
 
 
 @dataclass
-class _DecodeWith:
-    """Around a decode step: constants are queued in the step itself; its component decodes as ever."""
+class _QueueConstants:
+    """Wraps a decode step: constants of the step itself are queued; the component decodes outside the mode."""
 
     component: str
     constants: QueuedConstants
@@ -102,20 +103,10 @@ class _DecodeWith:
             finally:
                 self.constants.__enter__()
 
-        seen = _Overlay(components, **{self.component: _Overlay(decoder, decode=decode)})
+        overlay = Overlay(components, **{self.component: Overlay(decoder, decode=decode)})
         with self.constants:
-            proceed(seen, state)
+            proceed(overlay, state)
         return components, state
-
-
-class _Overlay:
-    """Another object, with some attributes replaced."""
-
-    def __init__(self, below: Any, **replaced: Any) -> None:
-        self.__dict__.update(replaced, _below=below)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._below, name)
 
 
 class _RoundedConstants(QueuedConstants):
@@ -124,6 +115,6 @@ class _RoundedConstants(QueuedConstants):
 
 
 @dataclass(frozen=True)
-class _Rounded(DeferredSync):
+class _RoundConstants(DeferredSync):
     def constants(self) -> QueuedConstants:
         return _RoundedConstants()

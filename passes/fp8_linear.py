@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from h3opt.pass_api import Device, FP8BlocksPass, FP8Linear, Mutant, Perceptual, PipelineView, register
+from h3opt.pipeline.minimax_h3 import transformer_blocks
 
 
 @register
@@ -31,7 +32,7 @@ class FP8LinearPass(FP8BlocksPass):
         return None if device.has_fp8 else f"{device.name} has no FP8; SM89 or newer does"
 
     def blocks(self, view: PipelineView) -> Sequence[torch.nn.Module]:
-        return view.transformer.transformer_blocks if view.transformer is not None else []
+        return list(transformer_blocks(view.transformer)) if view.transformer is not None else []
 
     def mutants(self) -> Sequence[Mutant]:
         return (Mutant("weight scales off by two", _ScalesOffByTwo()),)

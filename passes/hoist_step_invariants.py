@@ -11,14 +11,8 @@ import torch
 
 from h3opt.pass_api import Device, Exact, Mutant, PipelineView, SchedulePass, register
 from h3opt.pipeline.hooks import wrap_calls
-from h3opt.pipeline.staleness import autocast_state, is_unmodified, mutation_version
-
-SOURCES = {
-    "context_embedder": "encoder_hidden_states",
-    "token_refiner": "encoder_hidden_states",
-    "rope": "position_ids",
-}
-"""Module of the transformer → the argument of its ``forward`` that the module's result depends on."""
+from h3opt.pipeline.minimax_h3 import STEP_INVARIANTS
+from h3opt.pipeline.staleness import TensorSnapshot, autocast_state
 
 
 @register
@@ -26,9 +20,9 @@ SOURCES = {
 class HoistStepInvariants(SchedulePass):
     """Context embedder, token refiner and rope give every step the same tensors: run them in the first step only.
 
-    A result is reused while the module reads the same tensor objects and the same weights, unwritten since, under the
+    A result is reused while the module reads the same tensor objects and the same weights, unmodified since, under the
     same autocast; with gradients on, never. Nothing is compared by value, so nothing waits for the device; tensors
-    made under ``inference_mode`` count no writes and are compared. Writes through ``.data`` are not seen either.
+    made under ``inference_mode`` have no version counter and are compared. Writes through ``.data`` are not seen.
     """
 
     name = "hoist_step_invariants"
@@ -43,81 +37,74 @@ class HoistStepInvariants(SchedulePass):
         return None
 
     def expect(self, view: PipelineView) -> int:
-        return len(SOURCES)
+        return len(STEP_INVARIANTS)
 
     def install(self, view: PipelineView, undo: ExitStack) -> int:
-        current: dict[str, torch.Tensor] = {}
+        inputs: dict[str, torch.Tensor] = {}
 
         def remember_inputs(proceed: Any, *args: Any, **kwargs: Any) -> Any:
-            current.update({name: kwargs[name] for name in SOURCES.values() if name in kwargs})
+            inputs.update({name: kwargs[name] for name in STEP_INVARIANTS.values() if name in kwargs})
             try:
                 return proceed(*args, **kwargs)
             finally:
-                current.clear()
+                inputs.clear()
 
         wrap_calls(view.transformer, remember_inputs, undo)
-        for name, source in SOURCES.items():
+        for name, source in STEP_INVARIANTS.items():
             module = getattr(view.transformer, name)
-            wrap_calls(module, self.memo(module, source, current), undo)
-        return len(SOURCES)
+            wrap_calls(module, self.last_result(module, source, inputs), undo)
+        return len(STEP_INVARIANTS)
 
-    def memo(self, module: torch.nn.Module, source: str, current: dict[str, torch.Tensor]) -> Memo:
-        """What stands around ``module``."""
-        return Memo(module, source, current)
+    def last_result(self, module: torch.nn.Module, source: str, inputs: dict[str, torch.Tensor]) -> LastResult:
+        """The wrapper around ``module``."""
+        return LastResult(module, source, inputs)
 
     def mutants(self) -> Sequence[Mutant]:
-        return (Mutant("a result outlives its generation", _NeverForgets()),)
+        return (Mutant("a result outlives its generation", _NeverStale()),)
 
 
-@dataclass
-class Memo:
-    """The last result of a module, and what it was computed from."""
+class LastResult:
+    """Wraps a module and reuses the last result while the module would compute the same again.
 
-    module: torch.nn.Module
-    source: str
-    current: dict[str, torch.Tensor]
-    made_from: tuple[Any, ...] | None = None
-    mode: Any = None
-    result: Any = None
+    Attributes:
+        module: the wrapped module.
+        source: the transformer's argument that the result depends on.
+        inputs: the arguments of the transformer call that is running, by name.
+    """
 
-    @property
-    def reads_source(self) -> bool:
-        """Whether the source itself stands for what is read."""
-        return isinstance(self.module, torch.nn.Linear)
+    def __init__(self, module: torch.nn.Module, source: str, inputs: dict[str, torch.Tensor]) -> None:
+        self.module, self.source, self.inputs = module, source, inputs
+        self._snapshot: TensorSnapshot | None = None
+        self._autocast: Any = None
+        self._result: Any = None
 
     def __call__(self, proceed: Any, *args: Any, **kwargs: Any) -> Any:
-        # called on its own, or the transformer was called by position, or each call needs a graph for gradients
-        if self.source not in self.current or torch.is_grad_enabled():
+        # the module is called on its own, or the transformer by position, or each call needs a graph for gradients
+        if self.source not in self.inputs or torch.is_grad_enabled():
             return proceed(*args, **kwargs)
-        tensors, mode = self.tensors(args), autocast_state(args[0].device)
-        if self.made_from is None or self.mode != mode or not _same(self.made_from, tensors):
-            made_from = tuple((tensor, mutation_version(tensor)) for tensor in tensors)
-            self.result = proceed(*args, **kwargs)
-            self.made_from, self.mode = made_from, mode
-        return self.result
+        tensors, autocast = self.tensors(args), autocast_state(args[0].device)
+        if self._snapshot is None or self._autocast != autocast or not self._snapshot.matches(tensors):
+            snapshot = TensorSnapshot(tensors)
+            self._result = proceed(*args, **kwargs)
+            self._snapshot, self._autocast = snapshot, autocast
+        return self._result
 
     def tensors(self, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        """What the result is made from; holding on to it keeps its identity from being reused.
+        """The tensors that the result is computed from.
 
-        The embedder reads a cast of its source, which may be a new tensor in every step; the others read what they
-        are handed, and the refiner is handed the embedder's result.
+        The embedder, a linear layer, reads a cast of ``source``, which may be a new tensor in every step. The other
+        modules read their arguments; the refiner's argument is the embedder's result.
         """
-        read = (self.current[self.source],) if self.reads_source else args
+        read = (self.inputs[self.source],) if isinstance(self.module, torch.nn.Linear) else args
         return (*read, *self.module.parameters(), *self.module.buffers())
 
 
-def _same(made_from: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> bool:
-    return len(made_from) == len(tensors) and all(
-        one is other and is_unmodified(one, since) for (one, since), other in zip(made_from, tensors, strict=True)
-    )
-
-
-class _Stale(Memo):
+class _StaleResult(LastResult):
     def tensors(self, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         return ()
 
 
 @dataclass(frozen=True)
-class _NeverForgets(HoistStepInvariants):
-    def memo(self, module: torch.nn.Module, source: str, current: dict[str, torch.Tensor]) -> Memo:
-        return _Stale(module, source, current)
+class _NeverStale(HoistStepInvariants):
+    def last_result(self, module: torch.nn.Module, source: str, inputs: dict[str, torch.Tensor]) -> LastResult:
+        return _StaleResult(module, source, inputs)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
-from h3opt.pass_api import Device, Mutant, PipelineView, ReversedMergeQueue, Rounding, SchedulePass, register
+from h3opt.pass_api import Mutant, PipelineView, ReversedMergeQueue, Rounding, TilePass, register
+from h3opt.pipeline.minimax_h3 import latent_channels
 from h3opt.pipeline.tiling.plan import TilePlan, memory_bytes, plan_decode
-from h3opt.pipeline.tiling.scheduler import schedule_tiles
 from h3opt.pipeline.tiling.strategies import TileOptions
 
 
 @register
 @dataclass(frozen=True)
-class TileBatch(SchedulePass):
+class TileBatch(TilePass):
     """The VAE runs equal tiles of one and of neighbouring chunks as a batch, so that its GEMMs fill the GPU.
 
     GEMM and convolution kernels are chosen by shape, so batching may change the order of a reduction: Rounding, not
-    Exact. No distance in ulps bounds what that does to a pixel near zero; the noise floor bounds it.
+    Exact. No distance in ulps bounds the effect on a pixel near zero; the noise floor bounds it.
 
     Options:
         max_tiles: most tiles in one call of the decoder or encoder.
@@ -42,28 +42,17 @@ class TileBatch(SchedulePass):
             raise ValueError(f"max_tiles must be a whole number of at least 1, got {self.max_tiles!r}")
         memory_bytes(self.memory_budget)
 
-    def applies(self, device: Device, view: PipelineView) -> str | None:
-        return None if view.vae is not None else "there is no video VAE"
-
-    def expect(self, view: PipelineView) -> int:
-        return 1
-
-    def install(self, view: PipelineView, undo: ExitStack) -> int:
-        schedule_tiles(view.vae, self.choices(), undo)
-        return 1
-
-    def choices(self) -> TileOptions:
-        """What this pass asks of the tile scheduler."""
+    def tile_options(self, vae: Any) -> TileOptions:
         return TileOptions(max_tiles=self.max_tiles, memory_budget=memory_bytes(self.memory_budget))
 
     def plan(self, view: PipelineView, latents: tuple[int, int, int]) -> TilePlan:
-        return plan_decode(view.vae, (1, view.vae.config.latent_channels, *latents), [self.choices()])
+        return plan_decode(view.vae, (1, latent_channels(view.vae), *latents), [self.tile_options(view.vae)])
 
     def mutants(self) -> Sequence[Mutant]:
-        return (Mutant("batches are merged last first", _LastFirst(max_tiles=2)),)
+        return (Mutant("batches are merged last first", _MergeLastFirst(max_tiles=2)),)
 
 
 @dataclass(frozen=True)
-class _LastFirst(TileBatch):
-    def choices(self) -> TileOptions:
-        return replace(super().choices(), lane=ReversedMergeQueue())
+class _MergeLastFirst(TileBatch):
+    def tile_options(self, vae: Any) -> TileOptions:
+        return replace(super().tile_options(vae), merge_queue=ReversedMergeQueue())

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from h3opt.pass_api import Device, Mutant, Perceptual, PipelineView, SchedulePass, register
+from h3opt.pass_api import Device, Mutant, Perceptual, PipelineView, TilePass, register
+from h3opt.pipeline.minimax_h3 import latent_channels, video_geometry
 from h3opt.pipeline.tiling.plan import TilePlan, plan_decode
-from h3opt.pipeline.tiling.scheduler import schedule_tiles
 from h3opt.pipeline.tiling.strategies import Blender, TileOptions
 
 STEP = 16
@@ -21,7 +20,7 @@ STEP = 16
 
 @register
 @dataclass(frozen=True)
-class TileGeometry(SchedulePass):
+class TileGeometry(TilePass):
     """Larger or fewer tiles cover the frame with less overlap decoded twice: 8 a chunk, not 15, at 544x960.
 
     The released picture is that of tiles of 256 pixels: what a tile sees of the frame, and where in it each pixel lies,
@@ -47,23 +46,15 @@ class TileGeometry(SchedulePass):
         parse_tile(self.tile)
 
     def applies(self, device: Device, view: PipelineView) -> str | None:
-        if view.vae is None:
-            return "there is no video VAE"
-        return None if view.vae.use_tiling else "tiling is off; vae.enable_tiling() turns it on"
+        if (reason := super().applies(device, view)) is not None:
+            return reason
+        return None if video_geometry(view.vae).tiled else "tiling is off; vae.enable_tiling() turns it on"
 
-    def expect(self, view: PipelineView) -> int:
-        return 1
-
-    def install(self, view: PipelineView, undo: ExitStack) -> int:
-        schedule_tiles(view.vae, self.choices(), undo)
-        return 1
-
-    def choices(self) -> TileOptions:
-        """What this pass asks of the tile scheduler."""
+    def tile_options(self, vae: Any) -> TileOptions:
         return TileOptions(tile=parse_tile(self.tile))
 
     def plan(self, view: PipelineView, latents: tuple[int, int, int]) -> TilePlan:
-        return plan_decode(view.vae, (1, view.vae.config.latent_channels, *latents), [self.choices()])
+        return plan_decode(view.vae, (1, latent_channels(view.vae), *latents), [self.tile_options(view.vae)])
 
     def test_instance(self) -> TileGeometry:
         return replace(self, tile="64x64x16")
@@ -89,15 +80,12 @@ def parse_tile(text: str) -> tuple[int, int, int]:
     return height, width, overlap
 
 
-class _Flipped(Blender):
+class _FlippedTiles(Blender):
     def own(self, tile: torch.Tensor) -> torch.Tensor:
         return tile.flip(-2)
 
 
 @dataclass(frozen=True)
 class _UpsideDown(TileGeometry):
-    def choices(self) -> TileOptions:
-        def blends(vae: Any) -> Blender:
-            return _Flipped(vae)
-
-        return replace(super().choices(), blends=blends)
+    def tile_options(self, vae: Any) -> TileOptions:
+        return replace(super().tile_options(vae), blender=_FlippedTiles)

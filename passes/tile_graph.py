@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from h3opt.pass_api import Device, Exact, Mutant, PipelineView, SchedulePass, register
-from h3opt.pipeline.tiling.cuda_graphs import CudaGraphRunner, Model
-from h3opt.pipeline.tiling.scheduler import schedule_tiles
-from h3opt.pipeline.tiling.strategies import TileOptions
+from h3opt.pass_api import Exact, Mutant, TilePass, register
+from h3opt.pipeline.tiling.cuda_graphs import CudaGraphRunner
+from h3opt.pipeline.tiling.strategies import TileModel, TileOptions
 
 
 @register
 @dataclass(frozen=True)
-class TileGraph(SchedulePass):
+class TileGraph(TilePass):
     """The decoder is launched tile by tile from a recording, at the pace of the GPU and not of the host's Python.
 
-    The kernels are those of the direct run, on the same operands in the same order. What a recording works in stays
-    reserved between decodes, as much as one batch needs. With gradients or autocast on, while anything listens to the
-    decoder's modules (hooks, offloading, a patched forward), and for encoding, the model is called as ever. On a CPU
-    there is nothing to record.
+    The kernels are those of the direct run, on the same operands in the same order. The memory that a recording works
+    in stays reserved between decodes, as much as one batch needs. The model is called directly with gradients or
+    autocast on, while anything observes the decoder's modules (hooks, offloading, a patched forward), and for
+    encoding. On a CPU there is nothing to record.
     """
 
     name = "tile_graph"
@@ -33,33 +31,24 @@ class TileGraph(SchedulePass):
         "A recording's result is copied out before the next replay.",
     )
 
-    def applies(self, device: Device, view: PipelineView) -> str | None:
-        return None if view.vae is not None else "there is no video VAE"
+    def tile_options(self, vae: Any) -> TileOptions:
+        return TileOptions(batch_runner=self.batch_runner(vae))
 
-    def expect(self, view: PipelineView) -> int:
-        return 1
-
-    def install(self, view: PipelineView, undo: ExitStack) -> int:
-        calls = self.calls(view.vae)
-        undo.callback(calls.forget)
-        schedule_tiles(view.vae, TileOptions(calls=calls), undo)
-        return 1
-
-    def calls(self, vae: Any) -> CudaGraphRunner:
-        """How the decoder is run."""
+    def batch_runner(self, vae: Any) -> CudaGraphRunner:
+        """How batches go through the decoder."""
         return CudaGraphRunner(vae)
 
     def mutants(self) -> Sequence[Mutant]:
-        return (Mutant("a replay sees the tiles of the recording", _Stuck()),)
+        return (Mutant("a replay sees the tiles of the recording", _ReplayFirstTiles()),)
 
 
-class _FirstTiles(CudaGraphRunner):
-    def run(self, model: Model, tiles: torch.Tensor, what: str) -> torch.Tensor:
-        recording = self.known.get((tiles.shape, tiles.dtype, tiles.device))
-        return super().run(model, tiles if recording is None else recording.given.clone(), what)
+class _StaleInput(CudaGraphRunner):
+    def run(self, model: TileModel, tiles: torch.Tensor, operation: str) -> torch.Tensor:
+        recorded_run = self.recorded.get((tiles.shape, tiles.dtype, tiles.device))
+        return super().run(model, tiles if recorded_run is None else recorded_run.input.clone(), operation)
 
 
 @dataclass(frozen=True)
-class _Stuck(TileGraph):
-    def calls(self, vae: Any) -> CudaGraphRunner:
-        return _FirstTiles(vae)
+class _ReplayFirstTiles(TileGraph):
+    def batch_runner(self, vae: Any) -> CudaGraphRunner:
+        return _StaleInput(vae)

@@ -1,4 +1,4 @@
-"""The schedule of a generation, planned on the host and sent to the device in one go."""
+"""The schedule of a generation, computed on the host and sent to the device in one copy per dtype."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.modular_pipelines.modular_pipeline import PipelineState
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from h3opt.pass_api import Device, Exact, Mutant, PipelineView, SchedulePass, register
-
-STEP = "MiniMaxH3SetTimestepsStep"
-INDICES = ("video_indices", "audio_indices")
-"""What the step reads on the host: the rows of each modality, int64."""
+from h3opt.pipeline.minimax_h3 import ROW_INDICES, ROW_TIMESTEPS, SCHEDULERS, SET_TIMESTEPS_STEP
+from h3opt.pipeline.steps import components_on, copy_state, execution_device, find_loops, find_steps, wrap_step
 
 
 @register
@@ -22,52 +20,52 @@ INDICES = ("video_indices", "audio_indices")
 class TimestepPlan(SchedulePass):
     """The whole schedule goes to the device in one copy per dtype; diffusers copies and waits several times a step.
 
-    The unmodified step makes its plan out of device tensors: three ``float(...)`` of them per denoising step, each of
-    which waits for the device, then two copies. Here the same code runs on the host, where it reads the same values.
+    The unmodified step computes the schedule from device tensors: three ``float(...)`` of them per denoising step, each
+    of which waits for the device, then two copies. Here the same code runs on the host, where it reads the same values.
     """
 
     name = "timestep_plan"
     promise = Exact()
     happens_before = (
-        "The layout's row indices reach the host before the plan is made.",
-        "All of the plan is on its way to the device before anything that reads it is launched on the same stream.",
+        "The layout's row indices reach the host before the schedule is computed.",
+        "All of the schedule is on its way to the device before anything that reads it is launched on the same stream.",
     )
 
     def applies(self, device: Device, view: PipelineView) -> str | None:
-        return None if view.steps(STEP) else f"there is no pipeline with a {STEP}, so there is no plan"
+        if find_steps(view.pipe, SET_TIMESTEPS_STEP):
+            return None
+        return f"there is no pipeline with a {SET_TIMESTEPS_STEP}, so there is no schedule"
 
     def expect(self, view: PipelineView) -> int:
-        """One per denoising loop: each needs a schedule."""
-        return len(view.loops())
+        """A step for each denoising loop: each loop needs a schedule."""
+        return len(find_loops(view.pipe))
 
     def install(self, view: PipelineView, undo: ExitStack) -> int:
-        steps = view.steps(STEP)
+        steps = find_steps(view.pipe, SET_TIMESTEPS_STEP)
         for step in steps:
-            view.around_step(step, self.plan_on_host, undo, innermost=True)  # others see the plan on the device
+            wrap_step(step, self.run_on_host, undo, innermost=True)  # other wrappers see the schedule on the device
         return len(steps)
 
-    def plan_on_host(self, proceed: Any, components: Any, state: Any) -> Any:
-        """Run the step as if the pipeline were on the CPU, then send what it made to where the pipeline is."""
-        device = torch.device(components._execution_device)
-        indices = dict(zip(INDICES, to_host([state.get(name) for name in INDICES]), strict=True))
-        host = PipelineState({**state.values, **indices}, state.kwargs_mapping)
-        proceed(_OnHost(components), host)
+    def run_on_host(self, proceed: Any, components: Any, state: Any) -> Any:
+        """Run the step as if the pipeline were on the CPU, then send the schedule to the pipeline's device."""
+        device = torch.device(execution_device(components))
+        indices = zip(ROW_INDICES, to_host([state.get(name) for name in ROW_INDICES]), strict=True)
+        host_state = copy_state(state, **dict(indices))
+        proceed(components_on(components, torch.device("cpu")), host_state)
 
-        schedulers = (components.scheduler, components.audio_scheduler)
-        steps = host.get("row_timestep_plan")
-        made = [tensor for one in schedulers for tensor in (one.sigmas, one.timesteps)]
-        made += [tensor for step in steps for tensor in step]
-        sent = iter(self.send(made, device))
-        for one in schedulers:
-            one.sigmas, one.timesteps = next(sent), next(sent)
-        state.values.update({name: value for name, value in host.values.items() if name not in INDICES})
-        state.set("timesteps", components.scheduler.timesteps)
-        state.set("audio_timesteps", components.audio_scheduler.timesteps)
-        state.set("row_timestep_plan", [tuple(next(sent) for _ in step) for step in steps])
+        schedulers = [getattr(components, name) for name in SCHEDULERS]
+        schedules = [(scheduler.sigmas, scheduler.timesteps) for scheduler in schedulers]
+        tensors, structure = tree_flatten((schedules, host_state.get(ROW_TIMESTEPS)))
+        schedules, row_timesteps = tree_unflatten(self.send(tensors, device), structure)
+        state.values.update({name: value for name, value in host_state.values.items() if name not in ROW_INDICES})
+        for scheduler, (sigmas, timesteps), name in zip(schedulers, schedules, SCHEDULERS.values(), strict=True):
+            scheduler.sigmas, scheduler.timesteps = sigmas, timesteps
+            state.set(name, timesteps)
+        state.set(ROW_TIMESTEPS, row_timesteps)
         return components, state
 
     def send(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """Copies of host tensors on ``device``: one transfer per dtype, then each gets memory of its own."""
+        """Copy host tensors to ``device``: one transfer per dtype, then each tensor gets memory of its own."""
         sent: dict[int, torch.Tensor] = {}
         for dtype in {tensor.dtype: None for tensor in tensors}:
             group = [tensor for tensor in tensors if tensor.dtype == dtype]
@@ -79,28 +77,16 @@ class TimestepPlan(SchedulePass):
         return [sent[id(tensor)] for tensor in tensors]
 
     def mutants(self) -> Sequence[Mutant]:
-        return (Mutant("every tensor of a dtype is the first one of its shape", _FirstOfItsShape()),)
+        return (Mutant("every tensor of a dtype is the first tensor of its shape", _FirstOfEachShape()),)
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """1-D tensors of one dtype, brought to the host in one transfer."""
+    """Bring 1-D tensors of one dtype to the host in one transfer."""
     return list(torch.cat(list(tensors)).cpu().split([tensor.numel() for tensor in tensors]))
 
 
-class _OnHost:
-    """A pipeline's components, said to run on the CPU."""
-
-    _execution_device = torch.device("cpu")
-
-    def __init__(self, components: Any) -> None:
-        self._components = components
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._components, name)
-
-
 @dataclass(frozen=True)
-class _FirstOfItsShape(TimestepPlan):
+class _FirstOfEachShape(TimestepPlan):
     def send(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         first = {(tensor.dtype, tensor.shape): tensor for tensor in reversed(tensors)}
         return super().send([first[tensor.dtype, tensor.shape] for tensor in tensors], device)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from h3opt.pass_api import Device, FP8BlocksPass, FP8Linear, Mutant, Perceptual, PipelineView, register
+from h3opt.pipeline.minimax_h3 import decoder_blocks
 
 
 @register
@@ -33,7 +34,7 @@ class VAEFP8Linear(FP8BlocksPass):
         return None if device.has_fp8 else f"{device.name} has no FP8; SM89 or newer does"
 
     def blocks(self, view: PipelineView) -> Sequence[torch.nn.Module]:
-        return view.vae.decoder.transformer_blocks if view.vae is not None else []
+        return list(decoder_blocks(view.vae)) if view.vae is not None else []
 
     def mutants(self) -> Sequence[Mutant]:
         return (Mutant("weight scales off by two", _ScalesOffByTwo()),)

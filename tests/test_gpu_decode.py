@@ -19,7 +19,7 @@ from h3opt.metrics.bits import bits_equal, relative_error
 from h3opt.metrics.lpips import lpips_per_frame
 from h3opt.pass_api.registry import make_pass
 from h3opt.pipeline.hooks import wrap_calls
-from h3opt.pipeline.tiling.cuda_graphs import CudaRecording
+from h3opt.pipeline.tiling.cuda_graphs import CudaGraphRun
 from h3opt.pipeline.tiling.plan import plan_decode
 from h3opt.pipeline.tiling.strategies import Blender, TileOptions
 from h3opt.pipeline.view import PipelineView
@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 SIZES = {"one tile": (4, 4), "tiled one way": (4, 9), "tiled both ways": (10, 9)}
-EXACT = [["async_assembly"], ["memory_query_reuse"], ["async_assembly", "memory_query_reuse"]]
+EXACT = [["async_assembly"], ["tile_buffer_reuse"], ["async_assembly", "tile_buffer_reuse"]]
 DELAYS = {
     "none": (0, 0),
     "slow decoder": (3_000_000, 0),
@@ -97,7 +97,7 @@ def delayed(vae: Any, cycles: tuple[int, int], seed: int) -> Iterator[set[int]]:
 
         return slowed
 
-    from h3opt.passes.memory_query_reuse import ReusedBuffers
+    from h3opt.passes.tile_buffer_reuse import ReusedBuffers
 
     with ExitStack() as undo, pytest.MonkeyPatch.context() as patch:
         if cycles[0]:
@@ -203,14 +203,14 @@ def test_reused_buffers_ask_the_allocator_less(vae: Any) -> None:
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each replay of a CUDA graph so far; every one comes late."""
     found: list[int] = []
-    replay = CudaRecording.replay
+    replay = CudaGraphRun.replay
 
     def late(self: Any, tiles: torch.Tensor) -> torch.Tensor:
         torch.cuda._sleep(2_000_000)
         found.append(len(tiles))
         return replay(self, tiles)
 
-    monkeypatch.setattr(CudaRecording, "replay", late)
+    monkeypatch.setattr(CudaGraphRun, "replay", late)
     return found
 
 
@@ -350,8 +350,8 @@ def test_at_real_geometry_exact_passes_give_the_unmodified_bits(
 def test_a_decode_stays_within_its_budget(
     tiles: int, graphed: list[str], released: Any, real_latents: torch.Tensor
 ) -> None:
-    calls = make_pass("tile_graph").calls(released) if graphed else None  # type: ignore[attr-defined]
-    budget = plan_decode(released, real_latents.shape, [TileOptions(max_tiles=tiles, calls=calls)]).peak(tiles)
+    runner = make_pass("tile_graph").batch_runner(released) if graphed else None  # type: ignore[attr-defined]
+    budget = plan_decode(released, real_latents.shape, [TileOptions(max_tiles=tiles, batch_runner=runner)]).peak(tiles)
     passes = ["tile_batch", "async_assembly", *graphed]
     options = {"max_tiles": 8, "memory_budget": budget}
     with torch.no_grad():

@@ -12,7 +12,8 @@ from h3opt.kernels import kernel_names
 from h3opt.metrics.audio import audio_snr_db
 from h3opt.metrics.bits import bits_equal
 from h3opt.pipeline.hooks import wrap_calls
-from h3opt.pipeline.view import PipelineView
+from h3opt.pipeline.minimax_h3 import SET_TIMESTEPS_STEP
+from h3opt.pipeline.steps import find_steps, wrap_step
 from h3opt.reference import tiny_call, tiny_pipeline
 
 pytestmark = [
@@ -121,9 +122,8 @@ def test_the_plan_is_made_with_one_copy_each_way(pipe):
             return result
 
         with h3opt.optimize(pipe, passes=passes), ExitStack() as undo:
-            view = PipelineView.of(pipe)
-            for step in view.steps("MiniMaxH3SetTimestepsStep"):
-                view.around_step(step, profiled, undo)
+            for step in find_steps(pipe, SET_TIMESTEPS_STEP):
+                wrap_step(step, profiled, undo)
             tiny_call(pipe)
         return found[0]
 

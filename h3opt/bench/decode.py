@@ -28,6 +28,8 @@ from h3opt.metrics.lpips import LPIPS_MIN_SIZE, check_lpips, lpips_per_frame
 from h3opt.metrics.video import denormalize
 from h3opt.pass_api.base import FormatPass, GraphFacts, GraphPass, Pass, SchedulePass
 from h3opt.pass_api.ordering import strictest_first
+from h3opt.pipeline import minimax_h3
+from h3opt.pipeline.steps import find_steps_making
 from h3opt.pipeline.tiling.plan import plan_decode
 from h3opt.pipeline.view import PipelineView
 
@@ -196,7 +198,7 @@ def bench_decode(
         raise PipelineError(f"There is no peer {unknown[0]!r}{nearest(unknown[0], PEERS)}. Use {' or '.join(PEERS)}.")
     session, asked = prepare(pipe, passes, profile)
     view = session.view
-    if view.vae is None or view.audio_vae is None or not view.steps_making("videos"):
+    if view.vae is None or view.audio_vae is None or not find_steps_making(view.pipe, minimax_h3.VIDEO):
         raise PipelineError("This pipeline does not decode video and sound. Give one with both VAEs and decode steps.")
     check_lpips()
     groups = _by_group(asked, session)
@@ -315,15 +317,15 @@ class _Decodes(BenchmarkRunner[DecodeArm]):
         plan = plan_decode(vae, self.latents.shape)
         tiles = len(plan.rows.sources) * len(plan.columns.sources)
         area = sum(b - a for a, b in plan.rows.sources) * sum(b - a for a, b in plan.columns.sources)
-        decoder, block = vae.decoder, vae.decoder.transformer_blocks[0]
-        frames = plan.clips.sources[0][1]
+        decoder, blocks = vae.decoder, minimax_h3.decoder_blocks(vae)
+        frames = plan.chunks.sources[0][1]
         tokens = frames * area + tiles * (decoder.num_register_tokens + 1)
-        linears = [one for one in decoder.transformer_blocks.modules() if isinstance(one, torch.nn.Linear)]
+        linears = [one for one in blocks.modules() if isinstance(one, torch.nn.Linear)]
         weights = sum(one.in_features * one.out_features for one in linears)
-        attention = 4.0 * (tokens / tiles) * tokens * block.attn.to_q.out_features * len(decoder.transformer_blocks)
+        attention = 4.0 * (tokens / tiles) * tokens * blocks[0].attn.to_q.out_features * len(blocks)
         return DecodeBench(
             Device.of(device).name,
-            len(decoder.transformer_blocks),
+            len(blocks),
             canvas,
             len(plan.tiles),
             tiles,
@@ -343,7 +345,7 @@ class _Decodes(BenchmarkRunner[DecodeArm]):
         """``torch.compile`` of each decoder block, in a copy of the video VAE that shares the weights."""
         if self._compiled is None:
             self._compiled = sharing_weights(self.view.vae)
-            for block in self._compiled.decoder.transformer_blocks:
+            for block in minimax_h3.decoder_blocks(self._compiled):
                 block.compile(fullgraph=True)
         return partial(self.decode, VIDEO, self._compiled)
 
@@ -361,8 +363,8 @@ class _Decodes(BenchmarkRunner[DecodeArm]):
             return _Decoded(audio=self.view.audio_vae.decode(self.audio_latents, return_dict=False)[0])
         values = {"latents": self.latents, "audio_latents": self.audio_latents, "output_type": "pt"}
         state = PipelineState(values)
-        for step in (self.view.steps_making("videos")[0], self.view.steps_making("audio")[0]):
-            step(self.view.pipe, state)
+        for output in (minimax_h3.VIDEO, minimax_h3.AUDIO):
+            find_steps_making(self.view.pipe, output)[0](self.view.pipe, state)
         video: Any = state.get("videos")
         audio: Any = state.get("audio")
         return _Decoded(video, audio, in_range=True)
@@ -373,7 +375,7 @@ class _Decodes(BenchmarkRunner[DecodeArm]):
             return None
         if arm.decodes == AUDIO:
             return work
-        first = plan_decode(self.view.vae, self.latents.shape).clips.sources[0][1]
+        first = plan_decode(self.view.vae, self.latents.shape).chunks.sources[0][1]
         return partial(work, latents=self.latents[:, :, :first])
 
     def check(self, arm: DecodeArm, out: _Decoded, work: Callable[..., _Decoded]) -> None:

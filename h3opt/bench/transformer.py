@@ -29,6 +29,7 @@ from h3opt.metrics.bits import relative_error
 from h3opt.pass_api.base import Pass
 from h3opt.pass_api.ordering import strictest_first
 from h3opt.pipeline.hooks import wrap_calls
+from h3opt.pipeline.minimax_h3 import ADALN_PROJECTION, transformer_blocks
 
 
 @dataclass
@@ -161,9 +162,12 @@ def bench_transformer(
             models.append((Arm(f"all but {one.name}"), partial(bench.h3opt, passes=rest)))
     plan = [(arm, partial(bench.forward, model=model)) for arm, model in models]
     tokens = inputs["position_ids"].shape[0]
-    blocks = transformer.transformer_blocks
+    blocks = transformer_blocks(transformer)
     linears = [
-        one for block in blocks for name, one in block.named_modules() if _is_linear(one) and "adaln" not in name
+        one
+        for block in blocks
+        for name, one in block.named_modules()
+        if _is_linear(one) and ADALN_PROJECTION not in name
     ]
     result = TransformerBench(
         Device.of(device).name,
@@ -212,9 +216,9 @@ class _Bench(BenchmarkRunner[Arm]):
 
             model = sharing_weights(self.transformer)
             quantize_(
-                model.transformer_blocks,
+                transformer_blocks(model),
                 Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
-                filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and "adaln" not in name,
+                filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and ADALN_PROJECTION not in name,
             )
             model.compile_repeated_blocks(fullgraph=True)
             self._peers["torchao"] = model
@@ -254,7 +258,7 @@ def _first_delta(model: Any, forward: Callable[[], Any]) -> torch.Tensor:
         return out
 
     with ExitStack() as undo:
-        wrap_calls(model.transformer_blocks[0], record, undo)
+        wrap_calls(transformer_blocks(model)[0], record, undo)
         forward()
     return seen[0]
 

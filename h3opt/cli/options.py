@@ -8,6 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from h3opt.errors import PipelineError
+from h3opt.pipeline.minimax_h3 import (
+    CANVAS_MULTIPLE,
+    FRAME_PERIOD,
+    FRAME_RULE,
+    MIN_FRAMES,
+    MIN_STEPS,
+    is_frame_count,
+)
 
 if TYPE_CHECKING:
     from h3opt.pipeline.generation import GenerationSettings
@@ -34,13 +42,13 @@ Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto: fl
 DeviceName = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …")]
 
 
-Height = Annotated[int, typer.Option(help="Pixels, a multiple of 32.")]
+Height = Annotated[int, typer.Option(help=f"Pixels, a multiple of {CANVAS_MULTIPLE}.")]
 
 
-Width = Annotated[int, typer.Option(help="Pixels, a multiple of 32.")]
+Width = Annotated[int, typer.Option(help=f"Pixels, a multiple of {CANVAS_MULTIPLE}.")]
 
 
-Frames = Annotated[int, typer.Option(help="17 n + 5, from 124 to 345.")]
+Frames = Annotated[int, typer.Option(help=f"{FRAME_RULE}.")]
 
 
 Steps = Annotated[int, typer.Option(help="Points of the schedule; one forward fewer.")]
@@ -53,7 +61,7 @@ def generation_settings(
     prompt: str | None = None,
     height: int = 64,
     width: int = 96,
-    frames: int = 124,
+    frames: int = MIN_FRAMES,
     steps: int = 4,
     seed: int = 0,
 ) -> GenerationSettings:
@@ -61,15 +69,17 @@ def generation_settings(
 
     if prompt is not None and not prompt.strip():
         raise PipelineError("The prompt is empty. Say what to draw.")
-    for name, value, multiple in (("height", height, 32), ("width", width, 32)):
-        if value < multiple or value % multiple:
+    for name, value in (("height", height), ("width", width)):
+        if value < CANVAS_MULTIPLE or value % CANVAS_MULTIPLE:
             raise PipelineError(
-                f"{name} {value} is not a positive multiple of {multiple}. Try {max(value // 32, 1) * 32}."
+                f"{name} {value} is not a positive multiple of {CANVAS_MULTIPLE}. "
+                f"Try {max(value // CANVAS_MULTIPLE, 1) * CANVAS_MULTIPLE}."
             )
-    if not 124 <= frames <= 345 or frames % 17 != 5:
-        raise PipelineError(f"{frames} frames cannot be generated. Use 17 n + 5 from 124 to 345: 124, 141, 158, …")
-    if steps < 2:
-        raise PipelineError(f"{steps} steps are too few. Use at least 2.")
+    if not is_frame_count(frames):
+        examples = ", ".join(str(MIN_FRAMES + number * FRAME_PERIOD) for number in range(3))
+        raise PipelineError(f"{frames} frames cannot be generated. Use {FRAME_RULE}: {examples}, …")
+    if steps < MIN_STEPS:
+        raise PipelineError(f"{steps} steps are too few. Use at least {MIN_STEPS}.")
     if not 0 <= seed < 2**63:
         raise PipelineError(f"seed {seed} is out of range. Use 0 to 2^63 - 1.")
     text = {} if prompt is None else {"prompt": prompt}

@@ -16,6 +16,7 @@ from h3opt.pass_api import guards, patterns
 from h3opt.pass_api.base import GraphPass, Pass, Plan, SchedulePass
 from h3opt.pass_api.registry import find_pass, list_passes, make_pass
 from h3opt.pipeline.generation import GenerationSettings, generate
+from h3opt.pipeline.steps import hide_progress_bars
 from h3opt.pipeline.view import PipelineView
 
 
@@ -92,7 +93,7 @@ def explain_sites(pipe: Any, name: str, settings: GenerationSettings | None = No
         *_with_what_it_builds_on(name)[1:],
     ]
     with optimize(pipe, passes=tried, on_shortfall="warn") as opt, ExitStack() as undo:
-        PipelineView.of(pipe).hide_step_bars(undo)
+        hide_progress_bars(pipe, undo)
         generate(pipe, settings or GenerationSettings(num_inference_steps=2))
         return opt.report[name]
 

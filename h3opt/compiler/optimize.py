@@ -13,7 +13,7 @@ from h3opt.compiler.session import Session, session_of
 from h3opt.errors import PassOptionError, PipelineError, nearest
 from h3opt.pass_api.base import Pass
 from h3opt.pass_api.ordering import in_order
-from h3opt.pass_api.registry import make_pass
+from h3opt.pass_api.registry import current_name, make_pass
 from h3opt.pipeline.view import PipelineView
 from h3opt.profiles.schema import Profile
 from h3opt.profiles.selection import detect_profile, load_profile, make_row_pass
@@ -197,7 +197,15 @@ def _choose_passes(
 ) -> list[Pass]:
     if isinstance(passes, str):
         raise PassOptionError(f"passes is one name, not a list. Write passes=[{passes!r}].")
-    rows = {row.name: row for row in profile.rows_for(tokens, world_size)}
+    rows: dict[str, PassRow] = {}
+    for row in profile.rows_for(tokens, world_size):
+        name = current_name(row.name)
+        if name in rows:
+            raise ProfileError(
+                f"{profile.locate(row, 'pass')}: {row.name!r} and {rows[name].name!r} are names of the same pass. "
+                "Keep the rows of one name."
+            )
+        rows[name] = row
     if passes is None:
         passes = [name for name, row in rows.items() if row.enabled]
     instances = []
@@ -208,8 +216,9 @@ def _choose_passes(
         if not isinstance(one, str):
             hint = f"Make an instance: {one.__name__}()." if isinstance(one, type) else "Give its name or an instance."
             raise PassOptionError(f"{one!r} is not a pass. {hint}")
-        row = rows.get(one)
-        instances.append(make_pass(one) if row is None else make_row_pass(profile, row))
+        name = current_name(one)
+        row = rows.get(name)
+        instances.append(make_pass(name) if row is None else make_row_pass(profile, row))
     return instances
 
 

@@ -20,6 +20,7 @@ from h3opt.pass_api.fp8 import FP8BlocksPass, FP8Linear
 from h3opt.pass_api.promises import Exact, Perceptual, Promise, Rounding
 from h3opt.pass_api.registry import register
 from h3opt.pass_api.testing import ReversedMergeQueue, with_replacement, without_guards
+from h3opt.pass_api.tile_pass import TilePass
 from h3opt.pipeline.view import PipelineView
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "Rounding",
     "Rule",
     "SchedulePass",
+    "TilePass",
     "guards",
     "norm_and_modulate",
     "norm_and_rotate",

@@ -126,6 +126,7 @@ class Pass(abc.ABC):
 
     Attributes:
         name: the identifier of the pass in profiles and on the command line.
+        former_names: names that the pass had before. They keep working for one version, with a DeprecationWarning.
         kind: ``"format"``, ``"graph"`` or ``"schedule"``.
         promise: the bound on how the pass may change the output.
         after: names of passes that run before this pass if they are on.
@@ -135,6 +136,7 @@ class Pass(abc.ABC):
     """
 
     name: ClassVar[str]
+    former_names: ClassVar[tuple[str, ...]] = ()
     kind: ClassVar[str]
     promise: ClassVar[Promise]
     after: ClassVar[tuple[str, ...]] = ()

@@ -13,13 +13,10 @@ import torch
 from h3opt.device import to_host
 from h3opt.kernels import ops
 from h3opt.pass_api.base import FormatPass, QuantizedBlocks
+from h3opt.pipeline.minimax_h3 import PROJECTIONS
 
 if TYPE_CHECKING:
     from h3opt.pipeline.view import PipelineView
-
-
-PROJECTIONS = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "ff.net.0.proj", "ff.net.2")
-"""The linear layers of a block, in the transformer and in the video decoder."""
 
 
 class FP8Linear(torch.nn.Module):

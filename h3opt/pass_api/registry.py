@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+import warnings
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ ENTRY_POINT_GROUP = "h3opt.passes"
 
 _KINDS = ("format", "graph", "schedule")
 _registered: dict[str, type[Pass]] = {}
+_renamed: dict[str, type[Pass]] = {}  # by former name
 _loaded: set[str] = set()
 
 PassClass = TypeVar("PassClass", bound=type[Pass])
@@ -33,12 +35,14 @@ def register(cls: PassClass) -> PassClass:
     problem = _problem_with(cls)
     if problem:
         raise PassDefinitionError(f"{cls.__module__}.{cls.__qualname__} {problem}")
-    known = _registered.get(cls.name)
-    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise PassDefinitionError(
-            f"The pass name {cls.name!r} is taken by {known.__module__}.{known.__qualname__}. Choose another name."
-        )
+    for name in (cls.name, *cls.former_names):
+        known = _registered.get(name) or _renamed.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise PassDefinitionError(
+                f"The pass name {name!r} is taken by {known.__module__}.{known.__qualname__}. Choose another name."
+            )
     _registered[cls.name] = cls
+    _renamed.update(dict.fromkeys(cls.former_names, cls))
     return cls
 
 
@@ -57,13 +61,27 @@ def sort_key(item: Pass | type[Pass]) -> tuple[int, str]:
     return _KINDS.index(item.kind), item.name
 
 
+def current_name(name: str) -> str:
+    """Resolve a former name of a pass, with a DeprecationWarning; other names, also unknown names, come back as is."""
+    _load()
+    if name in _registered or name not in _renamed:
+        return name
+    current = _renamed[name].name
+    warnings.warn(
+        f"The pass {name!r} is now called {current!r}. Write {current!r}: the old name works in this version only.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return current
+
+
 def find_pass(name: str) -> type[Pass]:
-    """Return the pass class called ``name``.
+    """Return the pass class called ``name``, now or formerly.
 
     Raises:
         UnknownPassError: there is none; the message gives the nearest name.
     """
-    _load()
+    name = current_name(name)
     if name not in _registered:
         raise UnknownPassError(
             f"There is no pass called {name!r}{nearest(name, _registered)}. `h3opt passes` lists them all."

@@ -1,1 +1,1 @@
-"""The diffusers pipeline as h3opt sees it: components, steps, calls, generation and tiling."""
+"""The diffusers pipeline: facts about the model, components, steps, module calls, generation and tiling."""

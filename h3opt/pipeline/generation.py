@@ -1,4 +1,4 @@
-"""One generation: settings, the call, video and sound."""
+"""A generation: the settings, the call of the pipeline, and the video and sound that it returns."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from diffusers.modular_pipelines.minimax_h3.modular_pipeline import MiniMaxH3ModularPipeline
 
 from h3opt.errors import CheckpointError
+from h3opt.pipeline.minimax_h3 import AUDIO, MIN_FRAMES, VIDEO
 from h3opt.reference import WeightsError, trained_pipeline
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """What to generate.
+    """Inputs of one generation; :mod:`h3opt.pipeline.minimax_h3` has the limits.
 
     Attributes:
-        prompt: the text.
-        height, width: pixels, multiples of 32.
+        prompt: a description of the video.
+        height, width: in pixels, multiples of 32.
         num_frames: ``17 n + 5`` and at least 124, at 24 frames a second.
         num_inference_steps: points of the schedule; the transformer runs once less.
-        seed: of the initial noise, drawn on the CPU so that it is the same on every device.
+        seed: of the initial noise, which is drawn on the CPU and so is the same for every device.
     """
 
     prompt: str = "a red circle moves right over grey, a low hum"
     height: int = 64
     width: int = 96
-    num_frames: int = 124
+    num_frames: int = MIN_FRAMES
     num_inference_steps: int = 4
     seed: int = 0
 
@@ -38,7 +38,7 @@ class GenerationSettings:
 
 @dataclass(frozen=True)
 class Media:
-    """What one generation made.
+    """The result of one generation.
 
     Attributes:
         video: ``[1, frames, 3, height, width]`` float32 in [0, 1].
@@ -52,7 +52,7 @@ class Media:
 
 
 def generate(pipe: Any, settings: GenerationSettings, **inputs: Any) -> Media:
-    """Run ``pipe`` once.
+    """Run ``pipe`` once; the result is on the CPU.
 
     Args:
         pipe: a MiniMax-H3 pipeline with all components loaded.
@@ -67,17 +67,17 @@ def generate(pipe: Any, settings: GenerationSettings, **inputs: Any) -> Media:
         num_inference_steps=settings.num_inference_steps,
         generator=torch.Generator().manual_seed(settings.seed),
         output_type="pt",
-        output=["videos", "audio", "sampling_rate"],
+        output=[VIDEO, AUDIO, "sampling_rate"],
         **inputs,
     )
-    return Media(out["videos"].cpu(), out["audio"].cpu(), int(out["sampling_rate"]))
+    return Media(out[VIDEO].cpu(), out[AUDIO].cpu(), int(out["sampling_rate"]))
 
 
-def reference_pipeline(dtype: torch.dtype, device: str | torch.device = "cpu") -> MiniMaxH3ModularPipeline:
-    """The small trained pipeline that comes with h3opt; it draws what :mod:`h3opt.reference.scenes` describes.
+def reference_pipeline(dtype: torch.dtype, device: str | torch.device = "cpu") -> Any:
+    """Build the small trained pipeline that comes with h3opt; it draws the scenes of :mod:`h3opt.reference.scenes`.
 
     Raises:
-        CheckpointError: its weights are missing or cannot be read.
+        CheckpointError: the weights are missing or cannot be read.
     """
     try:
         return trained_pipeline(dtype=dtype, device=device)

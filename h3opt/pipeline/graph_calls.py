@@ -1,7 +1,7 @@
-"""Which captured graphs run while a CUDA graph is recorded.
+"""The captured graphs that run while a CUDA graph is recorded.
 
-A replayed CUDA graph runs the kernels of captured graphs without calling them, so whoever replays it adds to their
-counts. This module stands below both sides: graphs note their calls here, recordings collect them.
+A replayed CUDA graph runs the kernels of captured graphs without calling them, so each replay adds to their counts.
+Captured graphs report their calls here, and code that records a CUDA graph collects them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class CountsCalls(Protocol):
-    """A graph that knows how often it ran."""
+    """A captured graph that counts how often it ran."""
 
     calls: int
 
@@ -33,7 +33,7 @@ def record_graph_calls() -> Iterator[list[CountsCalls]]:
 
 
 def note_graph_call(graph: CountsCalls) -> None:
-    """Tell a surrounding :func:`record_graph_calls` that ``graph`` runs."""
+    """Report to a surrounding :func:`record_graph_calls` that ``graph`` runs."""
     calls = _recorded.get()
     if calls is not None:
         calls.append(graph)

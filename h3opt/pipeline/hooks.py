@@ -1,71 +1,100 @@
-"""Calls of modules sent through wrappers, without touching a module's forward."""
+"""Wrappers around calls: a chain of wrappers, and module calls that go through it without touching ``forward``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 
 from h3opt._torch_private import module_call, set_compiled_call
 
-_REPLACED = {"forward", "_hf_hook"}
-
-
 Wrapper = Callable[..., Any]
-"""Called as ``wrapper(proceed, *args, **kwargs)``; ``proceed(*args, **kwargs)`` goes on to the module."""
+"""Called as ``wrapper(proceed, *args, **kwargs)``; ``proceed(*args, **kwargs)`` goes on to the wrapped call."""
+
+
+class WrapperChain:
+    """Wrappers around one call.
+
+    Attributes:
+        inner: wrappers next to the call, the innermost first.
+        outer: wrappers outside these, the outermost last.
+    """
+
+    def __init__(self) -> None:
+        self.inner: list[Wrapper] = []
+        self.outer: list[Wrapper] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.inner or self.outer)
+
+    def add(self, wrapper: Wrapper, innermost: bool = False) -> None:
+        """Put ``wrapper`` outside all others, or inside all others."""
+        if innermost:
+            self.inner.insert(0, wrapper)
+        else:
+            self.outer.append(wrapper)
+
+    def remove(self, wrapper: Wrapper) -> None:
+        """Take ``wrapper`` off; compares by identity, as wrappers may define equality."""
+        self.inner = [other for other in self.inner if other is not wrapper]
+        self.outer = [other for other in self.outer if other is not wrapper]
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``target`` through all wrappers."""
+        for wrapper in (*self.inner, *self.outer):
+            target = partial(wrapper, target)
+        return target(*args, **kwargs)
 
 
 def wrap_calls(module: torch.nn.Module, wrapper: Wrapper, undo: ExitStack, innermost: bool = False) -> None:
-    """Send calls of ``module`` through ``wrapper``, outside those already there (or inside them all).
+    """Send calls of ``module`` through ``wrapper``, outside the wrappers already there (or inside them all).
 
     Args:
-        module: any module; one compiled with ``module.compile()`` keeps that innermost.
+        module: any module; what ``module.compile()`` compiled stays inside all wrappers.
         wrapper: see :data:`Wrapper`.
         undo: takes the wrapper off; wrappers may be taken off in any order.
         innermost: put the wrapper next to the module, as a captured graph has to be.
     """
-    slot = getattr(module, "_compiled_call_impl", None)
-    if not isinstance(slot, _Slot):
-        slot = _Slot(module, slot)
-        set_compiled_call(module, slot)
-    slot.wrappers.insert(0 if innermost else len(slot.wrappers), wrapper)
-    slot.innermost += [wrapper] * innermost
-    undo.callback(slot.remove, wrapper)
+    call = getattr(module, "_compiled_call_impl", None)
+    if not isinstance(call, _WrappedCall):
+        call = _WrappedCall(module, call)
+        set_compiled_call(module, call)
+    call.wrappers.add(wrapper, innermost)
+    undo.callback(call.remove, wrapper)
 
 
-def observed(module: torch.nn.Module) -> bool:
-    """Whether its calls are seen by hooks or wrappers, other than the one next to it: none may be left out then.
+def is_observed(module: torch.nn.Module) -> bool:
+    """Return whether hooks or wrappers (other than innermost wrappers) see the calls of ``module``.
 
-    Libraries that move or convert weights around a call (accelerate's and diffusers' hooks) put a forward of their own
-    on the module.
+    No call may be left out then. Libraries that move or convert weights around a call (the hooks of accelerate and of
+    diffusers) replace the module's ``forward``, which counts too.
     """
-    slot = getattr(module, "_compiled_call_impl", None)
-    wrapped = isinstance(slot, _Slot) and len(slot.wrappers) > len(slot.innermost)
-    return bool(wrapped or module._forward_hooks or module._forward_pre_hooks or module.__dict__.keys() & _REPLACED)
+    call = getattr(module, "_compiled_call_impl", None)
+    wrapped = isinstance(call, _WrappedCall) and bool(call.wrappers.outer)
+    replaced = module.__dict__.keys() & {"forward", "_hf_hook"}
+    return bool(wrapped or module._forward_hooks or module._forward_pre_hooks or replaced)
 
 
-class _Slot:
-    """What ``module._compiled_call_impl`` holds while a module is wrapped."""
+class _WrappedCall:
+    """The value of ``module._compiled_call_impl`` while a module is wrapped."""
 
     def __init__(self, module: torch.nn.Module, compiled: Callable[..., Any] | None) -> None:
         self.module, self.compiled = module, compiled
-        self.wrappers: list[Wrapper] = []
-        self.innermost: list[Wrapper] = []
+        self.wrappers = WrapperChain()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(len(self.wrappers), args, kwargs)
+        return self.wrappers.call(self._call_module, *args, **kwargs)
 
-    def _call(self, depth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if depth > 0:
-            return self.wrappers[depth - 1](lambda *a, **k: self._call(depth - 1, a, k), *args, **kwargs)
+    def remove(self, wrapper: Wrapper) -> None:
+        """Take ``wrapper`` off; after the last wrapper the module has its own call again."""
+        self.wrappers.remove(wrapper)
+        if not self.wrappers and getattr(self.module, "_compiled_call_impl", None) is self:
+            set_compiled_call(self.module, self.compiled)
+
+    def _call_module(self, *args: Any, **kwargs: Any) -> Any:
         if self.compiled is not None:
             return self.compiled(*args, **kwargs)
         return module_call(self.module, args, kwargs)
-
-    def remove(self, wrapper: Wrapper) -> None:
-        self.wrappers.remove(wrapper)
-        self.innermost = [one for one in self.innermost if one is not wrapper]
-        if not self.wrappers and getattr(self.module, "_compiled_call_impl", None) is self:
-            set_compiled_call(self.module, self.compiled)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Modules that share captured graphs: the repeated blocks of one model, or one model as a whole.
+    """Modules that share captured graphs: the repeated blocks of a model, or a model as a whole.
 
     Attributes:
         name: e.g. ``"transformer.block"``.
-        modules: the modules; all of one class.
+        modules: the modules, all of the same class.
         dynamic_dims: for each positional or keyword argument of ``forward``, the dimensions that vary between calls
             (tokens, rows of a table); the tensors of a tuple share one entry.
-        holds: how many repeated blocks of each kind one graph spans; itself once unless it is a whole model.
+        holds: how many repeated blocks of each kind one graph spans; empty for a region of repeated blocks, where each
+            graph spans a single block.
     """
 
     name: str

@@ -89,7 +89,7 @@ def seam_picture(pipe: Any, one: Pass, latents: torch.Tensor) -> SeamPicture:
     if not isinstance(plan, TilePlan):
         raise PipelineError(f"{one.name} cuts no video into tiles, so there is no seam to show. Try tile_geometry.")
     before = plan_decode(view.vae, latents.shape)
-    clip = latents[:, :, : before.clips.sources[0][1]]
+    clip = latents[:, :, : before.chunks.sources[0][1]]
     with torch.no_grad(), temporarily_uninstalled(view, always_back=True):
         reference = _decode(view, clip)
         with optimize(pipe, [one]):

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from h3opt.errors import PipelineError
+from h3opt.pipeline.minimax_h3 import AFTER_DENOISE_STEP, LATENTS, LOOP_SCHEDULER_STEP, PREPARE_LATENTS_STEP
+from h3opt.pipeline.steps import after_step
 from h3opt.pipeline.view import PipelineView
 
 
@@ -66,14 +68,14 @@ def trace_latents(view: PipelineView, undo: ExitStack) -> LatentTrace:
         trace.patch = tuple(view.pipe.patch_size)
 
     def start(state: Any) -> None:
-        trace.initial, trace.audio_initial = (state.get(name).detach().clone() for name in _STREAMS.values())
+        trace.initial, trace.audio_initial = (state.get(name).detach().clone() for name in LATENTS.values())
         trace.final = trace.audio_final = None
         trace.steps.clear()
         before.update(video=trace.initial, audio=trace.audio_initial)
 
     def step(state: Any) -> None:
         found = {}
-        for stream, name in _STREAMS.items():
+        for stream, name in LATENTS.items():
             now = getattr(state, name).detach().clone()  # diffusers writes to it in place
             found[stream] = _rms(now)
             found[f"{stream}_motion"] = _rms(now - before[stream])
@@ -81,17 +83,17 @@ def trace_latents(view: PipelineView, undo: ExitStack) -> LatentTrace:
         trace.steps.append(found)
 
     def end(state: Any) -> None:
-        trace.final, trace.audio_final = (state.get(name).detach().clone() for name in _STREAMS.values())
+        trace.final, trace.audio_final = (state.get(name).detach().clone() for name in LATENTS.values())
         before.clear()
         if trace.ended is not None:
             trace.ended()
 
     hooked = [
-        view.after_step(name, action, undo)
+        after_step(view.pipe, name, action, undo)
         for name, action in (
-            ("MiniMaxH3PrepareLatentsStep", start),
-            ("MiniMaxH3LoopSchedulerStep", step),
-            ("MiniMaxH3AfterDenoiseStep", end),
+            (PREPARE_LATENTS_STEP, start),
+            (LOOP_SCHEDULER_STEP, step),
+            (AFTER_DENOISE_STEP, end),
         )
     ]
     if not all(hooked):
@@ -100,9 +102,6 @@ def trace_latents(view: PipelineView, undo: ExitStack) -> LatentTrace:
             "diffusers MiniMax-H3 pipeline."
         )
     return trace
-
-
-_STREAMS = {"video": "latents", "audio": "audio_latents"}
 
 
 @dataclass(frozen=True)

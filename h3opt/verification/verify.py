@@ -33,6 +33,7 @@ from h3opt.pass_api.base import Pass
 from h3opt.pass_api.ordering import strictest_first
 from h3opt.pass_api.promises import Exact, Perceptual, Promise, Rounding
 from h3opt.pipeline.generation import GenerationSettings, Media, generate
+from h3opt.pipeline.steps import hide_progress_bars
 from h3opt.pipeline.tiling.plan import tile_borders
 from h3opt.profiles.schema import Profile
 from h3opt.verification.bisection import bisect_pass
@@ -107,7 +108,7 @@ def verify(
     with temporarily_uninstalled(session.view, always_back=True), ExitStack() as undo:
         undo.callback(session.uninstall)
         if progress is not None:  # the caller shows progress of its own
-            session.view.hide_step_bars(undo)
+            hide_progress_bars(session.view.pipe, undo)
         ladder = _Ladder(
             pipe, session, list(chosen), clips, leave_out, alone, measured, evidence, on_reference, progress
         )

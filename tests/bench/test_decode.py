@@ -15,7 +15,7 @@ from h3opt.errors import PipelineError
 from h3opt.reference import decode_inputs, decode_pipeline, full_audio_vae
 from h3opt.reference.tiny import AUDIO_VAE_CONFIG
 
-ASKED = ["audio_overlap", "tile_batch", "norm_modulate", "vae_fp8_linear", "memory_query_reuse", "deferred_sync",
+ASKED = ["audio_overlap", "tile_batch", "norm_modulate", "vae_fp8_linear", "tile_buffer_reuse", "deferred_sync",
          "quant_producer_fusion", "audio_direct_depthwise"]  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def test_passes_are_measured_where_they_change_something_and_the_stricter_first(
     assert [arm.name for arm in found.arms] == [
         "video: eager",
         "video: h3opt, no pass",
-        "video: + memory_query_reuse",
+        "video: + tile_buffer_reuse",
         "video: + tile_batch",
         "video: + vae_fp8_linear",
         "video: + quant_producer_fusion",
@@ -64,12 +64,12 @@ def test_passes_are_measured_where_they_change_something_and_the_stricter_first(
     ]
     assert [arm.failure for arm in found.arms] == [None] * 12 and [len(one) for one in seen] == [*range(1, 13)]
     arms = {arm.name: arm for arm in found.arms}
-    for name in ("video: eager", "video: + memory_query_reuse", "audio: eager", "video + audio: + audio_overlap"):
+    for name in ("video: eager", "video: + tile_buffer_reuse", "audio: eager", "video + audio: + audio_overlap"):
         assert arms[name].differing == 0 and arms[name].error == 0.0
     fp8 = arms["video: + vae_fp8_linear"]
     assert fp8.differing and fp8.lpips and 0 < fp8.lpips <= fp8.error * 10
     assert 0 < fp8.clip_lpips["noise"] <= fp8.clip_worst["noise"] < 0.05
-    assert arms["video: + memory_query_reuse"].clip_lpips == {"noise": 0.0}
+    assert arms["video: + tile_buffer_reuse"].clip_lpips == {"noise": 0.0}
     assert json.loads(json.dumps(found.to_dict()))["tiles"] == found.tiles == 1
     assert "_decode" not in vars(quick_sound.vae)
 

@@ -162,7 +162,7 @@ def test_a_picture_shows_the_tiles_and_what_they_changed(pipe: Any, tmp_path: Pa
 
 def test_batches_change_no_border_and_what_was_installed_comes_back(pipe: Any) -> None:
     latents = torch.randn(1, 24, 7, 4, 6, generator=torch.Generator().manual_seed(0))
-    with optimize(pipe, ["memory_query_reuse"], "cpu") as opt:
+    with optimize(pipe, ["tile_buffer_reuse"], "cpu") as opt:
         found = seam_picture(pipe, make_pass("tile_batch"), latents)
         assert opt.active and "_decode" in vars(pipe.vae)
     assert found.unmodified_borders == found.candidate_borders

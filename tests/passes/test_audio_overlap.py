@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +13,11 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 from h3opt import optimize
 from h3opt.metrics.bits import bits_equal
-from h3opt.passes.audio_overlap import AudioOverlap, EarlyAudio
+from h3opt.passes.audio_overlap import AudioOverlap
+from h3opt.pipeline.early_step import EarlyStep
+from h3opt.pipeline.minimax_h3 import AUDIO_DECODE_STEP, VIDEO_DECODE_STEP
+from h3opt.pipeline.steps import find_steps
 from h3opt.pipeline.view import PipelineView
-
-VIDEO, AUDIO = "MiniMaxH3VideoDecodeStep", "MiniMaxH3AudioDecodeStep"
 
 
 class Decoders:
@@ -46,7 +45,7 @@ class Decoders:
         return PipelineState({"latents": latents, "audio_latents": audio, "output_type": "pt", **values})
 
     def run(self, state: PipelineState, between: Any = None) -> PipelineState:
-        video, audio = PipelineView.of(self.pipe).steps(VIDEO, AUDIO)
+        video, audio = find_steps(self.pipe, VIDEO_DECODE_STEP, AUDIO_DECODE_STEP)
         self.diary.clear()
         video(self.pipe, state)
         if between is not None:
@@ -113,7 +112,7 @@ def test_what_a_failed_generation_made_is_not_handed_to_a_lone_audio_step(decode
         with pytest.raises(FloatingPointError):
             decoders.run(bad)
         decoders.diary.clear()
-        PipelineView.of(decoders.pipe).steps(AUDIO)[0](decoders.pipe, bad)
+        find_steps(decoders.pipe, AUDIO_DECODE_STEP)[0](decoders.pipe, bad)
         assert decoders.diary == ["audio"]
 
 
@@ -146,85 +145,9 @@ def test_a_model_that_is_offloaded_later_decodes_in_its_turn(decoders: Decoders)
     assert decoders.diary == ["video", "audio"]
 
 
-# --- streams ---------------------------------------------------------------------------------------------------
-
-
-class OnGPU(torch.Tensor):
-    """Latents that say they are on a GPU, and write down which stream keeps them."""
-
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
-    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
-    log: list[str]
-
-    def record_stream(self, stream: Any) -> None:
-        self.log.append(f"latents are kept for {stream.name}")
-
-
-class TwoSteps:
-    """``audio_overlap`` around two stand-ins for the decode steps, which write down when the host starts them."""
-
-    def __init__(self, log: list[str]) -> None:
-        self.log, self.fails = log, ""
-        self.early = EarlyAudio(self.audio)
-        latents = torch.zeros(2).as_subclass(OnGPU)
-        latents.log = log
-        self.state = PipelineState({"audio_latents": latents})
-        self.components = SimpleNamespace(audio_vae=torch.nn.Identity())
-
-    def audio(self, components: Any, state: PipelineState) -> Any:
-        return self.step("audio", components, state)
-
-    def step(self, kind: str, components: Any, state: PipelineState) -> Any:
-        self.log.append(kind)
-        if kind == self.fails:
-            raise FloatingPointError(f"no {kind}")
-        state.set({"audio": "audio", "video": "videos"}[kind], torch.ones(1).as_subclass(Made))
-        return components, state
-
-    def run(self) -> None:
-        self.early.launch(partial(self.step, "video"), self.components, self.state)
-        self.early.hand_over(partial(self.step, "audio"), self.components, self.state)
-
-
-class Made(torch.Tensor):
-    """What a step made on a GPU."""
-
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
-
-    def record_stream(self, stream: Any) -> None:
-        stream.log.append(f"sound is kept for {stream.name}")
-
-
-BEGUN = ["side waits for compute", "latents are kept for side", "audio"]
-
-
-def test_sound_waits_for_its_latents_and_whoever_reads_it_waits_for_the_sound(stream_log: list[str]) -> None:
-    steps = TwoSteps(stream_log)
-    steps.run()
-    assert stream_log == [*BEGUN, "video", "compute waits for side", "sound is kept for compute"]
-    assert isinstance(steps.state.get("audio"), torch.Tensor)
-    stream_log.clear()
-    steps.run()
-    assert stream_log[0] == "side waits for compute" and "compute waits for side" in stream_log
-    assert steps.early.side is not None and steps.early.side.name == "side"
-
-
-@pytest.mark.parametrize("fails", ["audio", "video"])
-def test_the_streams_join_before_an_error_goes_on(stream_log: list[str], fails: str) -> None:
-    steps = TwoSteps(stream_log)
-    steps.fails = fails
-    with pytest.raises(FloatingPointError, match=f"no {fails}"):
-        steps.run()
-    assert stream_log == [*BEGUN, *(["video"] if fails == "video" else []), "compute waits for side"]
-    steps.fails = ""
-    stream_log.clear()
-    steps.run()
-    assert stream_log == [*BEGUN, "video", "compute waits for side", "sound is kept for compute"]
-
-
 def test_restoring_joins_a_decode_that_nobody_took_over(stream_log: list[str], decoders: Decoders) -> None:
-    early = EarlyAudio(None)
-    early.side = torch.cuda.Stream(torch.device("cuda", 0))
+    early = EarlyStep(None, "audio_latents")
+    early.stream = torch.cuda.Stream(torch.device("cuda", 0))
     one = _Given(given=early)
     with ExitStack() as undo:
         assert one.install(PipelineView.of(decoders.pipe), undo) == 1
@@ -236,5 +159,5 @@ def test_restoring_joins_a_decode_that_nobody_took_over(stream_log: list[str], d
 class _Given(AudioOverlap):
     given: Any = None
 
-    def early(self, audio_step: Any) -> EarlyAudio:
+    def early_step(self, audio_step: Any) -> EarlyStep:
         return self.given

@@ -19,11 +19,11 @@ from h3opt.metrics.bits import bits_equal
 from h3opt.metrics.lpips import lpips_per_frame
 from h3opt.pass_api.fp8 import PROJECTIONS, FP8Linear
 from h3opt.pass_api.registry import make_pass
-from h3opt.passes.async_assembly import SideStream
+from h3opt.passes.async_assembly import SideStreamQueue
 from h3opt.passes.tile_geometry import parse_tile
 from h3opt.pipeline.generation import GenerationSettings, generate
 from h3opt.pipeline.hooks import wrap_calls
-from h3opt.pipeline.tiling.cuda_graphs import CudaGraphRunner, CudaRecording, Recording, SharedGraphStream
+from h3opt.pipeline.tiling.cuda_graphs import CudaGraphRun, CudaGraphRunner, RecordedRun, SharedGraphStream
 from h3opt.pipeline.tiling.plan import plan_decode
 from h3opt.pipeline.tiling.scheduler import schedule_tiles
 from h3opt.pipeline.tiling.strategies import TileOptions
@@ -32,7 +32,7 @@ from h3opt.reference.random_weights import cast_as_loaded, fill_random
 from h3opt.reference.tiny import VAE_CONFIG
 
 CANVASES = {"one tile": (4, 4), "tiled one way": (4, 9), "tiled both ways": (5, 9)}
-EXACT = [["async_assembly"], ["memory_query_reuse"], ["tile_graph"]]
+EXACT = [["async_assembly"], ["tile_buffer_reuse"], ["tile_graph"]]
 EXACT.append([name for (name,) in EXACT])
 
 
@@ -125,7 +125,7 @@ def test_installed_twice_and_on_two_pipelines(vaes: Vaes) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["async_assembly", "memory_query_reuse", "tile_batch", "tile_geometry", "vae_fp8_linear"]
+    "name", ["async_assembly", "tile_buffer_reuse", "tile_batch", "tile_geometry", "vae_fp8_linear"]
 )
 def test_without_a_video_vae_they_decline(name: str, pipe: Any) -> None:
     with h3opt.optimize(pipe.audio_vae, [name], "cpu") as opt:
@@ -136,7 +136,7 @@ def test_without_a_video_vae_they_decline(name: str, pipe: Any) -> None:
 
 
 def test_memory_of_a_tile_is_given_back_after_the_computing_stream_waits_for_its_merge(stream_log: list[str]) -> None:
-    lane = SideStream()
+    queue = SideStreamQueue()
 
     def merge(number: int) -> Callable[[], list[torch.Tensor]]:
         tile = torch.zeros(1)
@@ -144,26 +144,26 @@ def test_memory_of_a_tile_is_given_back_after_the_computing_stream_waits_for_its
         return lambda: stream_log.append(f"merge {number}") or [tile]  # type: ignore[func-returns-value]
 
     for number in (1, 2, 3):
-        lane.run(merge(number), torch.device("cuda", 0))
-    lane.finish()
+        queue.run(merge(number), torch.device("cuda", 0))
+    queue.finish()
     in_turn = ["side waits for compute", "merge 1", "side waits for compute", "merge 2", "compute waits for side 1"]
     in_turn += ["tile 1 is free", "side waits for compute", "merge 3", "compute waits for side 2", "tile 2 is free"]
     assert stream_log == [*in_turn, "compute waits for side", "tile 3 is free"]
-    assert len(lane.streams) == 1, "one stream for all decodes, as each has a memory pool of its own"
-    assert not copy.deepcopy(lane).streams
+    assert len(queue.streams) == 1, "one stream for all decodes, as each has a memory pool of its own"
+    assert not copy.deepcopy(queue).streams
 
 
 def test_the_streams_join_when_a_merge_fails(stream_log: list[str]) -> None:
-    lane = SideStream()
+    queue = SideStreamQueue()
 
     def fail() -> list[torch.Tensor]:
         raise RuntimeError("out of luck")
 
     with pytest.raises(RuntimeError, match="out of luck"):
-        lane.run(fail, torch.device("cuda", 0))
-    lane.finish()
-    assert stream_log == ["side waits for compute", "compute waits for side"] and not lane.held
-    lane.finish()
+        queue.run(fail, torch.device("cuda", 0))
+    queue.finish()
+    assert stream_log == ["side waits for compute", "compute waits for side"] and not queue.held
+    queue.finish()
     assert len(stream_log) == 2, "there is nothing to wait for any more"
 
 
@@ -238,86 +238,86 @@ def test_reused_buffers_compute_the_weights_once_however_long_the_video(vaes: Va
             del vae._blend
         return len(calls)
 
-    assert blends(["memory_query_reuse"], 7) < blends(["memory_query_reuse"], 12) == blends(["memory_query_reuse"], 22)
+    assert blends(["tile_buffer_reuse"], 7) < blends(["tile_buffer_reuse"], 12) == blends(["tile_buffer_reuse"], 22)
     assert blends([], 12) < blends([], 22), "the decoder itself computes them for every border"
 
 
 class Counted(CudaGraphRunner):
-    """Says how often it recorded."""
+    """Counts how often it recorded."""
 
-    recorded = 0
+    recordings = 0
 
-    def record(self, model: Any, tiles: torch.Tensor) -> Recording:
-        self.recorded += 1
+    def record(self, model: Any, tiles: torch.Tensor) -> RecordedRun:
+        self.recordings += 1
         return super().record(model, tiles)
 
 
 @contextmanager
 def counting(vae: Any) -> Iterator[Counted]:
     with ExitStack() as undo:
-        calls = Counted(vae)
-        schedule_tiles(vae, TileOptions(calls=calls), undo)
-        yield calls
+        runner = Counted(vae)
+        schedule_tiles(vae, TileOptions(batch_runner=runner), undo)
+        yield runner
 
 
 def test_a_shape_is_recorded_once_until_a_weight_lies_elsewhere(vaes: Vaes) -> None:
     vae, z = vaes.vaes[torch.float32], latents("tiled one way", 12)
-    with counting(vae) as calls:
+    with counting(vae) as runner:
         for _ in range(2):
             decode(vae, z)
-        assert calls.recorded == 1
+        assert runner.recordings == 1
         decode(vae, z[..., :2])
-        assert calls.recorded == 2, "another shape"
+        assert runner.recordings == 2, "another shape"
         weight = vae.decoder.proj_out.weight
         weight.data = weight.data.clone()
         decode(vae, z)
-        assert calls.recorded == 3
+        assert runner.recordings == 3
         with torch.inference_mode():
             decode(vae, z)
-        assert calls.recorded == 4
+        assert runner.recordings == 4
 
 
 def test_what_runs_is_recorded_anew_when_it_is_exchanged(vaes: Vaes) -> None:
     vae, z = vaes.vaes[torch.float32], latents("tiled one way", 7)
     first, attention = vae.decoder.proj_out, vae.decoder.transformer_blocks[0].attn
-    with counting(vae) as calls, ExitStack() as undo:
+    with counting(vae) as runner, ExitStack() as undo:
         decode(vae, z)
         undo.callback(setattr, vae.decoder, "proj_out", first)
         vae.decoder.proj_out = torch.nn.Sequential(torch.nn.Identity(), first)
         vae.decoder.proj_out.weight = first.weight
         decode(vae, z)
-        assert calls.recorded == 2, "a module"
+        assert runner.recordings == 2, "a module"
         undo.callback(attention.set_processor, attention.processor)
         attention.set_processor(type(attention.processor)())
         decode(vae, z)
-        assert calls.recorded == 3, "an attention processor"
+        assert runner.recordings == 3, "an attention processor"
         undo.callback(torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.flash_sdp_enabled())
         torch.backends.cuda.enable_flash_sdp(not torch.backends.cuda.flash_sdp_enabled())
         decode(vae, z)
-        assert calls.recorded == 4, "which attention kernels there are to choose from"
+        assert runner.recordings == 4, "which attention kernels there are to choose from"
 
 
 def test_recordings_of_another_canvas_make_way(vaes: Vaes) -> None:
     vae = vaes.vaes[torch.float32]
-    with counting(vae) as calls:
+    with counting(vae) as runner:
         for width in (2, 3, 4, 2):
             decode(vae, latents("one tile", 12)[..., :width])
-        assert calls.recorded == 4 and len(calls.known) == 2
+        assert runner.recordings == 4 and len(runner.recorded) == 2
 
 
 def test_a_shape_whose_first_run_failed_is_not_recorded_before_it_ran(vaes: Vaes) -> None:
-    calls, tiles = Counted(vaes.vaes[torch.float32]), torch.zeros(1, 2)
+    runner, tiles = Counted(vaes.vaes[torch.float32]), torch.zeros(1, 2)
 
     def fail(tiles: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="out of memory"):
-            calls.run(fail, tiles, "decode")
-        calls.run(torch.clone, tiles, "decode")
-        assert calls.recorded == 0
-        calls.run(torch.clone, tiles, "decode")
-        assert calls.recorded == 1
+            runner.run(fail, tiles, "decode")
+        runner.run(torch.clone, tiles, "decode")
+        assert runner.recordings == 0
+        runner.run(torch.clone, tiles, "decode")
+        assert runner.recordings == 1
 
 
 def test_a_cuda_recording_is_of_the_device_of_its_tiles_and_waits_for_replays_on_other_streams(
@@ -336,8 +336,8 @@ def test_a_cuda_recording_is_of_the_device_of_its_tiles_and_waits_for_replays_on
     generator = SimpleNamespace(clone_state=lambda: "as it was", graphsafe_set_state=stream_log.append)
     monkeypatch.setattr(torch.cuda, "graph", recording)
     monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
-    turns, tiles = SharedGraphStream(torch.device("cuda", 1)), torch.ones(2)
-    made = CudaRecording(lambda tiles: tiles, tiles, 7, turns)
+    shared, tiles = SharedGraphStream(torch.device("cuda", 1)), torch.ones(2)
+    made = CudaGraphRun(lambda tiles: tiles, tiles, 7, shared)
     assert made.replay(tiles * 3).tolist() == [3, 3]
     assert stream_log == ["record on side of cuda:1", "compute waits for end", "replay", "compute records end"]
 
@@ -345,30 +345,30 @@ def test_a_cuda_recording_is_of_the_device_of_its_tiles_and_waits_for_replays_on
         raise RuntimeError("not while capturing\nmore")
 
     with pytest.raises(DeviceError, match=r"CUDA graph: not while capturing. Turn off"):
-        CudaRecording(waits, tiles, 7, turns)
+        CudaGraphRun(waits, tiles, 7, shared)
     assert stream_log[-1] == "as it was", "the random state that recording began with stays marked as being recorded"
 
 
 def test_casts_that_autocast_keeps_are_not_recorded(vaes: Vaes) -> None:
-    with counting(vaes.vaes[torch.float32]) as calls, torch.autocast("cpu", torch.bfloat16):
-        decode(calls.vae, latents("tiled one way", 7))
-    assert calls.recorded == 0
+    with counting(vaes.vaes[torch.float32]) as runner, torch.autocast("cpu", torch.bfloat16):
+        decode(runner.vae, latents("tiled one way", 7))
+    assert runner.recordings == 0
 
 
 def test_a_copy_of_a_vae_makes_its_own_recordings(vaes: Vaes) -> None:
     vae, z = vaes.vaes[torch.float32], latents("tiled one way", 7)
-    with counting(vae) as calls:
+    with counting(vae) as runner:
         expected = decode(vae, z)
         theirs = copy.deepcopy(vae)
-        copied = theirs._decode.__self__.choices[0].calls
-        assert any(calls.known.values()) and not copied.known and copied.vae is theirs
+        copied = theirs._decode.__self__.options[0].batch_runner
+        assert any(runner.recorded.values()) and not copied.recorded and copied.vae is theirs
         assert bits_equal(expected, decode(theirs, z))
 
 
 def test_who_listens_to_the_decoder_hears_every_call(vaes: Vaes) -> None:
     vae, z, heard = vaes.vaes[torch.float32], latents("tiled one way", 12), []
     block = vae.decoder.transformer_blocks[0]
-    with counting(vae) as calls, ExitStack() as undo:
+    with counting(vae) as runner, ExitStack() as undo:
         decode(vae, z)
         hook = block.register_forward_hook(lambda *_: heard.append("hook"))
         decode(vae, z)
@@ -378,29 +378,31 @@ def test_who_listens_to_the_decoder_hears_every_call(vaes: Vaes) -> None:
         block._hf_hook = "offloads"
         undo.callback(delattr, block, "_hf_hook")
         decode(vae, z)
-        assert calls.recorded == 1
-    with counting(vae) as calls, ExitStack() as undo:
+        assert runner.recordings == 1
+    with counting(vae) as runner, ExitStack() as undo:
         for module in (vae, vae.post_quant_conv):  # as hooks that move or convert weights around a call do
             module.forward = module.forward
             undo.callback(delattr, module, "forward")
             decode(vae, z)
             undo.close()
-        assert calls.recorded == 0
+        assert runner.recordings == 0
     tiles = heard.count("hook")
     assert tiles > 2 and heard == ["hook"] * tiles + ["wrapper"] * 2 * tiles
 
 
 def test_with_gradients_nothing_is_recorded(vaes: Vaes) -> None:
     vae = vaes.vaes[torch.float32]
-    with counting(vae) as calls, torch.enable_grad():
+    with counting(vae) as runner, torch.enable_grad():
         for _ in range(2):
             vae.decode(latents("tiled one way", 7), return_dict=False)
-    assert calls.recorded == 0
+    assert runner.recordings == 0
 
 
 def test_what_recordings_keep_counts_towards_the_budget(vaes: Vaes) -> None:
     vae, shape = vaes.vaes[torch.float32], latents("tiled both ways", 12).shape
-    called, replayed = (plan_decode(vae, shape, [TileOptions(calls=calls)]) for calls in (None, CudaGraphRunner(vae)))
+    called, replayed = (
+        plan_decode(vae, shape, [TileOptions(batch_runner=runner)]) for runner in (None, CudaGraphRunner(vae))
+    )
     assert replayed.peak(3) - called.peak(3) == 2 * 3 * called.tile_bytes
 
 

@@ -15,6 +15,7 @@ from conftest import build
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from h3opt import optimize
 from h3opt.errors import ShortfallError
@@ -23,6 +24,7 @@ from h3opt.pass_api.base import Pass
 from h3opt.pass_api.registry import make_pass
 from h3opt.passes.deferred_sync import DeferredSync, QueuedConstants
 from h3opt.pipeline.generation import GenerationSettings, generate
+from h3opt.pipeline.steps import find_loops, find_steps, wrap_step
 from h3opt.pipeline.view import PipelineView
 
 CUDA = torch.device("cuda", 0)
@@ -61,8 +63,8 @@ def state_before_the_loop(pipe: Any) -> PipelineState:
 
     with ExitStack() as undo:
         view = PipelineView.of(pipe)
-        for loop in view.loops():
-            view.around_step(loop, stop, undo)
+        for loop in find_loops(view.pipe):
+            wrap_step(loop, stop, undo)
         with pytest.raises(Stop):
             generate(pipe, GenerationSettings(num_inference_steps=3))
     return seen[0]
@@ -94,13 +96,13 @@ class PretendedGpu:
         self.pipe.__class__ = running_on(self.pipe, CUDA)
 
     def move(self, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(self.move(item) for item in value)
-        if not isinstance(value, torch.Tensor):
-            return value
+        """Replace all tensors in lists and tuples."""
+        return tree_map_only(torch.Tensor, self.move_tensor, value)
+
+    def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.fake:
-            moved = torch.empty(value.shape, dtype=value.dtype, device=CUDA)
-        return torch.nn.Parameter(moved, requires_grad=False) if isinstance(value, torch.nn.Parameter) else moved
+            moved = torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA)
+        return torch.nn.Parameter(moved, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else moved
 
     def run(self, *passes: Pass) -> BlockingCopies:
         copies = BlockingCopies()
@@ -108,9 +110,9 @@ class PretendedGpu:
         for scheduler in (self.pipe.scheduler, self.pipe.audio_scheduler):
             scheduler._step_index = None
         view = PipelineView.of(self.pipe)
-        tail = [loop for loop in view.loops() if type(loop).__name__ == "MiniMaxH3DenoiseStep"][:1]
-        tail += view.steps("MiniMaxH3AfterDenoiseStep")[:1]
-        tail += view.steps("MiniMaxH3VideoDecodeStep", "MiniMaxH3AudioDecodeStep")
+        tail = [loop for loop in find_loops(view.pipe) if type(loop).__name__ == "MiniMaxH3DenoiseStep"][:1]
+        tail += find_steps(view.pipe, "MiniMaxH3AfterDenoiseStep")[:1]
+        tail += find_steps(view.pipe, "MiniMaxH3VideoDecodeStep", "MiniMaxH3AudioDecodeStep")
         with ExitStack() as undo:
             for one in passes:
                 one.install(view, undo)
@@ -166,16 +168,12 @@ def plan(pipe: Any, state: PipelineState, passes: tuple[str, ...] = (), **inputs
     with ExitStack() as undo:
         for name in passes:
             make_pass(name).install(view, undo)
-        view.steps("MiniMaxH3SetTimestepsStep")[0](pipe, own)
+        find_steps(view.pipe, "MiniMaxH3SetTimestepsStep")[0](pipe, own)
     schedulers = {"video": pipe.scheduler.sigmas, "audio": pipe.audio_scheduler.sigmas}
     assert own.get("timesteps") is pipe.scheduler.timesteps
     assert own.get("audio_timesteps") is pipe.audio_scheduler.timesteps
     assert {name for name in state.values if own.get(name) is not state.get(name)} <= {*PLAN, *inputs}
     return {**{name: own.get(name) for name in PLAN}, **schedulers}
-
-
-def flat(found: Any) -> list[torch.Tensor]:
-    return [found] if isinstance(found, torch.Tensor) else [one for item in found for one in flat(item)]
 
 
 @pytest.mark.parametrize("conditioned", [{}, {"num_condition_video_rows": 5, "num_condition_audio_rows": 2}])
@@ -186,7 +184,7 @@ def test_the_plan_is_the_unmodified_one(planned: Any, steps: int, conditioned: d
     expected, found = plan(pipe, state, (), **inputs), plan(pipe, state, ("timestep_plan",), **inputs)
     assert [len(step) for step in found["row_timestep_plan"]] == [2] * (steps - 1)
     for name in expected:
-        pairs = list(zip(flat(expected[name]), flat(found[name]), strict=True))
+        pairs = list(zip(tree_leaves(expected[name]), tree_leaves(found[name]), strict=True))
         assert all(bits_equal(left, right) for left, right in pairs), name
         assert len({tensor.untyped_storage().data_ptr() for _, tensor in pairs}) == len(pairs)
 
@@ -201,7 +199,7 @@ def test_the_plan_reaches_the_device_in_one_copy_per_dtype(planned: Any) -> None
     finally:
         pipe.__class__ = original
     assert copies.found == [] and copies.queued == 2
-    assert all(tensor.is_meta for value in found.values() for tensor in flat(value))
+    assert all(tensor.is_meta for value in found.values() for tensor in tree_leaves(value))
 
 
 def test_a_schedule_that_cannot_be_made_fails_as_before_and_the_next_one_is_made(planned: Any) -> None:
@@ -223,7 +221,7 @@ def loop(pipe: Any, state: PipelineState, passes: tuple[str, ...], **inputs: Any
     with ExitStack() as undo:
         for name in passes:
             make_pass(name).install(view, undo)
-        next(one for one in view.loops() if type(one).__name__ == "MiniMaxH3DenoiseStep")(pipe, own)
+        next(one for one in find_loops(view.pipe) if type(one).__name__ == "MiniMaxH3DenoiseStep")(pipe, own)
     return own.get("latents")
 
 
@@ -252,8 +250,8 @@ def test_a_begin_that_the_user_set_is_left_alone(planned: Any) -> None:
         make_pass("deferred_sync").install(view, undo)
         own = PipelineState({**state.values, **whole}, state.kwargs_mapping)
         seen: list[Any] = []
-        wanted = next(one for one in view.loops() if type(one).__name__ == "MiniMaxH3DenoiseStep")
-        view.around_step(wanted, lambda *_: seen.append(pipe.scheduler.begin_index), undo, innermost=True)
+        wanted = next(one for one in find_loops(view.pipe) if type(one).__name__ == "MiniMaxH3DenoiseStep")
+        wrap_step(wanted, lambda *_: seen.append(pipe.scheduler.begin_index), undo, innermost=True)
         wanted(pipe, own)
     assert seen == [1] and pipe.scheduler.begin_index == 1
     pipe.scheduler.set_begin_index(None)
@@ -291,7 +289,7 @@ def test_untiled_and_tiled_the_bits_are_the_unmodified_ones(height: int, width: 
     [("timestep_plan", "MiniMaxH3SetTimestepsStep"), ("deferred_sync", "MiniMaxH3AudioDecodeStep")],
 )
 def test_a_step_of_a_class_it_does_not_know_is_a_shortfall(planned: Any, name: str, step: str) -> None:
-    found = PipelineView.of(planned[0]).steps(step)[0]
+    found = find_steps(planned[0], step)[0]
     original = type(found)
     found.__class__ = type("MyOwnStep", (original,), {})
     try:

@@ -1,1 +1,1 @@
-"""The tile scheduler of the video VAE."""
+"""Tiles of the video VAE: the plan, the scheduler, the parts that passes exchange, and CUDA graphs of the decoder."""

@@ -1,4 +1,8 @@
-"""The plan of one decode or encode: tiles, clips, batches, bytes."""
+"""The plan of one decode or encode: chunks, tiles, batches, bytes.
+
+How large a tile's activations are is an estimate, made before anything runs: the tensors that are alive at once in
+the widest layer of the unmodified model. The workspace of libraries and what other passes keep are not included.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +14,108 @@ from typing import Any
 
 from h3opt.errors import MemoryBudgetError, PipelineError
 from h3opt.metrics.seams import Borders
-from h3opt.pipeline.tiling.strategies import BatchRunner, TileOptions
+from h3opt.pipeline import minimax_h3
+from h3opt.pipeline.minimax_h3 import VideoGeometry, video_geometry
+from h3opt.pipeline.tiling.strategies import BatchRunner, TileOptions, combine_options
 
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+def plan_decode(vae: Any, shape: Sequence[int], options: Sequence[TileOptions] = ()) -> TilePlan:
+    """Plan what :meth:`TileScheduler.decode` does with latents of this shape; nothing is computed.
+
+    Args:
+        vae: may be on the meta device.
+        shape: ``[batch, channels, frames, rows, columns]``.
+        options: of the passes.
+
+    Raises:
+        PipelineError: these latents are too short for a chunk, or tiles cannot be laid over them.
+        MemoryBudgetError: one tile at a time does not fit into the memory budget.
+    """
+    chosen, geometry = combine_options(options), video_geometry(vae)
+    samples, _, frames, height, width = shape
+    if chosen.tile is None:
+        tile, overlap = geometry.tile, geometry.overlap
+    else:
+        tile, overlap = chosen.tile[:2], (chosen.tile[2], chosen.tile[2])
+        _check_tile(geometry, tile, height, width)
+    chunks = _decoded_chunks(geometry, frames)
+    rows, columns = (_decoded_axis(vae, *sizes) for sizes in zip((height, width), tile, overlap, strict=True))
+    tile_frames, tile_area = _largest_tile(chunks, rows, columns)
+    pixel_bytes = samples * minimax_h3.decoded_bytes(vae)
+    plan = TilePlan(
+        "decode",
+        samples,
+        chunks,
+        rows,
+        columns,
+        activation_bytes=samples * minimax_h3.decoder_activation_bytes(vae, tile_frames * tile_area),
+        tile_bytes=pixel_bytes * tile_frames * geometry.temporal_ratio * max(rows.sizes) * max(columns.sizes),
+        result_bytes=pixel_bytes * chunks.length * rows.length * columns.length,
+    )
+    return _with_batches(plan, chosen)
+
+
+def plan_encode(vae: Any, shape: Sequence[int], options: Sequence[TileOptions] = ()) -> TilePlan:
+    """Plan what :meth:`TileScheduler.encode` does with pixels of this shape; as :func:`plan_decode`.
+
+    The tile size that passes choose is that of decoding; encoding keeps the model's tile size.
+    """
+    geometry = video_geometry(vae)
+    samples, _, frames, height, width = shape
+    chunks = _encoded_chunks(geometry, frames)
+    rows, columns = (
+        _encoded_axis(vae, *sizes) for sizes in zip((height, width), geometry.tile, geometry.overlap, strict=True)
+    )
+    tile_frames, tile_area = _largest_tile(chunks, rows, columns)
+    latent_bytes = samples * minimax_h3.encoded_bytes(vae)
+    plan = TilePlan(
+        "encode",
+        samples,
+        chunks,
+        rows,
+        columns,
+        activation_bytes=samples * minimax_h3.encoder_activation_bytes(vae, tile_frames, tile_area),
+        tile_bytes=latent_bytes * chunks.stride * max(rows.sizes) * max(columns.sizes),
+        result_bytes=latent_bytes * chunks.length * rows.length * columns.length,
+    )
+    return _with_batches(plan, combine_options(options))
+
+
+def tile_borders(vae: Any, height: int, width: int, options: Sequence[TileOptions] = ()) -> Borders:
+    """Return the rows and columns at which a seam would show in a decoded frame; see :attr:`TilePlan.borders`.
+
+    Args:
+        vae: may be on the meta device.
+        height, width: of the frame, in pixels.
+        options: of the passes.
+
+    Raises:
+        H3OptError: as :func:`plan_decode`.
+    """
+    geometry = video_geometry(vae)
+    frames = geometry.chunk_latents + geometry.overlap_latents
+    # Borders depend on neither samples nor channels nor frames.
+    shape = (1, 1, frames, height // geometry.spatial_ratio, width // geometry.spatial_ratio)
+    return plan_decode(vae, shape, options).borders
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One tile by its place; tiles run and merge in this order."""
+    """The position of one tile; tiles run and merge in the order of these numbers."""
 
-    clip: int
+    chunk: int
     row: int
     column: int
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Tiles along height or width.
+    """Tiles along height or along width.
 
     Attributes:
-        sources: where each is read, ``(start, stop)`` in units of the input.
-        sizes: of what comes back for each, in units of the output.
-        overlaps: of each with the next, likewise.
+        sources: the part of the input that each tile reads, ``(start, stop)``, in units of the input.
+        sizes: the size of each finished tile, in units of the output.
+        overlaps: the overlap of each finished tile with the next tile, in units of the output.
     """
 
     sources: tuple[tuple[int, int], ...]
@@ -41,14 +125,14 @@ class Axis:
     @property
     def offsets(self) -> tuple[int, ...]:
         """Where each tile begins in the output."""
-        found = [0]
+        offsets = [0]
         for size, overlap in zip(self.sizes, self.overlaps, strict=False):
-            found.append(found[-1] + size - overlap)
-        return tuple(found)
+            offsets.append(offsets[-1] + size - overlap)
+        return tuple(offsets)
 
     @property
     def length(self) -> int:
-        """Of the output."""
+        """The length of the output."""
         return self.offsets[-1] + self.sizes[-1]
 
     @property
@@ -57,23 +141,23 @@ class Axis:
         starts = self.offsets[1:]
         return sorted({*starts, *(start + overlap for start, overlap in zip(starts, self.overlaps, strict=True))})
 
-    def shown(self, number: int) -> int:
-        """How much of a tile reaches the output: the next one covers its overlap."""
+    def visible(self, number: int) -> int:
+        """How much of a tile reaches the output: the next tile covers the overlap."""
         return self.sizes[number] - (self.overlaps[number] if number < len(self.overlaps) else 0)
 
 
 @dataclass(frozen=True)
-class Clips:
-    """What frames are cut into, and how the clips follow one another in the output.
+class Chunks:
+    """The pieces that frames are cut into, and how the finished pieces follow one another in the output.
 
     Attributes:
-        sources: input frames of each clip, ``(start, stop)``.
-        padding: times the last input frame is repeated.
-        kept: output frames of a clip that are kept, ``(start, stop, offset from the clip's place)``.
-        stride: output frames from one clip to the next.
-        faded: frames at the head of a clip that are cross-faded with the tail of the one before it.
-        length: output frames of all clips.
-        cut: of these, frames cut off at the end.
+        sources: input frames of each chunk, ``(start, stop)``.
+        padding: how many times the last input frame is repeated at the end.
+        kept: output frames of a chunk that are kept, ``(start, stop, offset from the position of the chunk)``.
+        stride: output frames from one chunk to the next.
+        faded: frames at the start of a chunk that are cross-faded with the end of the previous chunk.
+        length: output frames of all chunks.
+        cut: frames that are cut off at the end of these.
     """
 
     sources: tuple[tuple[int, int], ...]
@@ -90,20 +174,20 @@ class TilePlan:
     """What one decode or encode will do.
 
     Attributes:
-        what: ``"decode"`` or ``"encode"``.
+        operation: ``"decode"`` or ``"encode"``.
         samples: videos in the input.
-        clips, rows, columns: how it is cut.
+        chunks, rows, columns: how the input is cut.
+        activation_bytes: bytes that one tile needs while the model runs.
+        tile_bytes: bytes of one finished tile.
+        result_bytes: bytes of the finished video or latents.
         batch: most tiles in one call of the model.
-        activation_bytes: that one tile needs while the model runs.
-        tile_bytes: of one finished tile.
-        result_bytes: of the finished video or latents.
-        budget: bytes that the decode is held to, if it is.
-        kept: finished batches that stay besides those being merged.
+        budget: bytes that the operation may add to weights and input; ``None`` for no limit.
+        retained_batches: finished batches kept in memory besides the batches being merged.
     """
 
-    what: str
+    operation: str
     samples: int
-    clips: Clips
+    chunks: Chunks
     rows: Axis
     columns: Axis
     activation_bytes: int
@@ -111,13 +195,18 @@ class TilePlan:
     result_bytes: int
     batch: int = 1
     budget: int | None = None
-    kept: int = 0
+    retained_batches: int = 0
 
     @property
     def tiles(self) -> list[Tile]:
-        """All tiles, in the order they run and merge in."""
-        clips, rows, columns = (range(len(axis.sources)) for axis in (self.clips, self.rows, self.columns))
-        return [Tile(clip, row, column) for clip in clips for row in rows for column in columns]
+        """All tiles, in the order in which they run and merge."""
+        chunks, rows, columns = (range(len(axis.sources)) for axis in (self.chunks, self.rows, self.columns))
+        return [Tile(chunk, row, column) for chunk in chunks for row in rows for column in columns]
+
+    @property
+    def frames(self) -> int:
+        """Frames of the result."""
+        return self.chunks.length - self.chunks.cut
 
     @property
     def borders(self) -> Borders:
@@ -126,18 +215,18 @@ class TilePlan:
 
     @property
     def size(self) -> str:
-        """Of the result, in words."""
-        return f"{self.rows.length}x{self.columns.length}, {self.clips.length - self.clips.cut} frames"
+        """The size of the result, in words."""
+        return f"{self.rows.length}x{self.columns.length}, {self.frames} frames"
 
     @property
-    def equal(self) -> bool:
-        """Whether all tiles have one shape, without which they make no batch."""
-        cuts = (self.clips.sources, self.rows.sources, self.columns.sources)
-        return all(len({stop - start for start, stop in sources}) == 1 for sources in cuts)
+    def has_equal_tiles(self) -> bool:
+        """Whether all tiles have one shape; others cannot be batched."""
+        axes = (self.chunks.sources, self.rows.sources, self.columns.sources)
+        return all(len({stop - start for start, stop in sources}) == 1 for sources in axes)
 
     @property
     def batches(self) -> Iterator[list[Tile]]:
-        """Of nearly equal size: a lone tile at the end would be another shape, and other kernels."""
+        """Batches of nearly equal size: a single tile at the end would have another shape, and run other kernels."""
         tiles = self.tiles
         for left in range(-(-len(tiles) // self.batch), 0, -1):
             size = -(-len(tiles) // left)
@@ -145,18 +234,18 @@ class TilePlan:
             tiles = tiles[size:]
 
     def region(self, tile: Tile) -> tuple[Any, ...]:
-        """The part of the (padded) input that a tile is made from."""
-        cut = (self.clips.sources[tile.clip], self.rows.sources[tile.row], self.columns.sources[tile.column])
-        return (slice(None), slice(None), *(slice(*source) for source in cut))
+        """The index of the part of the (padded) input that a tile is made from."""
+        sources = (self.chunks.sources[tile.chunk], self.rows.sources[tile.row], self.columns.sources[tile.column])
+        return (slice(None), slice(None), *(slice(*source) for source in sources))
 
     def in_flight(self, batch: int) -> int:
         """Bytes needed besides the result: activations of a batch, and finished tiles that wait or are being merged.
 
-        Waiting are a row of tiles and one more, for their neighbours below and to the right; the batch that merges,
-        the one that runs and those kept hold theirs. Blending takes a copy of a tile, and two products and a sum of
-        no more.
+        A row of tiles and one more wait for their neighbours below and to the right. The batch that merges, the batch
+        that runs and the retained batches hold their tiles. Blending needs at most a copy of a tile, two products and
+        a sum.
         """
-        waiting = len(self.columns.sources) + 1 + (2 + self.kept) * batch
+        waiting = len(self.columns.sources) + 1 + (2 + self.retained_batches) * batch
         return batch * self.activation_bytes + (waiting + 4) * self.tile_bytes
 
     def peak(self, batch: int) -> int:
@@ -166,15 +255,15 @@ class TilePlan:
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready types."""
         return {
-            "what": self.what,
-            "clips": len(self.clips.sources),
+            "operation": self.operation,
+            "chunks": len(self.chunks.sources),
             "rows": len(self.rows.sources),
             "columns": len(self.columns.sources),
             "tiles": len(self.tiles),
             "tile": [self.rows.sizes[0], self.columns.sizes[0]],
             "overlaps": {"rows": list(self.rows.overlaps), "columns": list(self.columns.overlaps)},
-            "faded_frames": self.clips.faded,
-            "result": [self.clips.length - self.clips.cut, self.rows.length, self.columns.length],
+            "faded_frames": self.chunks.faded,
+            "result": [self.frames, self.rows.length, self.columns.length],
             "batches": [len(batch) for batch in self.batches],
             "bytes": {
                 "activations": self.batch * self.activation_bytes,
@@ -186,114 +275,26 @@ class TilePlan:
         }
 
     def __str__(self) -> str:
-        found = self.to_dict()
-        sizes = found["batches"]
+        sizes = [len(batch) for batch in self.batches]
         counts = ", ".join(f"{sizes.count(size)} of {size}" for size in sorted(set(sizes), reverse=True))
-        overlaps = "; ".join(
-            f"{name} {', '.join(map(str, values))}" for name, values in found["overlaps"].items() if values
-        )
-        size = found["bytes"]
+        axes = {"rows": self.rows.overlaps, "columns": self.columns.overlaps}
+        overlaps = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in axes.items() if values)
+        activations, result = (memory_text(size) for size in (self.batch * self.activation_bytes, self.result_bytes))
         budget = "" if self.budget is None else f", budget {memory_text(self.budget)}"
         lines = [
-            f"{self.what} to {self.size}",
-            f"clips      {found['clips']}, {self.clips.faded} frames cross-faded",
-            f"tiles      {found['tiles']}: {found['rows']} x {found['columns']} a clip, each "
-            f"{found['tile'][0]}x{found['tile'][1]}",
+            f"{self.operation} to {self.size}",
+            f"chunks     {len(self.chunks.sources)}, {self.chunks.faded} frames cross-faded",
+            f"tiles      {len(self.tiles)}: {len(self.rows.sources)} x {len(self.columns.sources)} a chunk, each "
+            f"{self.rows.sizes[0]}x{self.columns.sizes[0]}",
             f"overlaps   {overlaps or 'none'}",
             f"batches    {len(sizes)}: {counts} tiles",
-            f"in flight  {memory_text(size['in_flight'])}, {memory_text(size['activations'])} of it activations",
-            f"peak       {memory_text(size['peak'])} with the result's {memory_text(size['result'])}{budget}",
+            f"in flight  {memory_text(self.in_flight(self.batch))}, {activations} of it activations",
+            f"peak       {memory_text(self.peak(self.batch))} with the result's {result}{budget}",
         ]
         return "\n".join(lines)
 
 
-def plan_decode(vae: Any, shape: Sequence[int], choices: Sequence[TileOptions] = ()) -> TilePlan:
-    """The plan that :meth:`TileScheduler.decode` follows for latents of this shape; nothing is computed.
-
-    Args:
-        vae: may be on the meta device.
-        shape: ``[batch, channels, frames, rows, columns]``.
-        choices: of the passes.
-
-    Raises:
-        PipelineError: these latents are too short for a clip, or tiles cannot be laid over them.
-        H3OptError: what the passes raise.
-    """
-    chosen = _all(choices)
-    samples, _, frames, height, width = shape
-    if chosen.tile is None:
-        sizes = vae.tile_sample_min_height, vae.tile_sample_min_width
-        overlaps = vae.tile_sample_min_overlap_height, vae.tile_sample_min_overlap_width
-    else:
-        sizes, overlaps = chosen.tile[:2], (chosen.tile[2],) * 2
-        _check_tile(vae, sizes, height, width)
-    clips = _decoded_clips(vae, frames)
-    rows, columns = (
-        _axis(vae, length, size, overlap, True)
-        for length, size, overlap in zip((height, width), sizes, overlaps, strict=True)
-    )
-    item = vae.decoder.proj_out.weight.dtype.itemsize
-    clip = clips.sources[0][1] - clips.sources[0][0]
-    area = max(stop - start for start, stop in rows.sources) * max(stop - start for start, stop in columns.sources)
-    pixels = samples * vae.config.out_channels * item
-    return _batched(
-        TilePlan(
-            "decode",
-            samples,
-            clips,
-            rows,
-            columns,
-            activation_bytes=samples * _decoder_bytes(vae, clip * area),
-            tile_bytes=pixels * clip * vae.temporal_compression_ratio * max(rows.sizes) * max(columns.sizes),
-            result_bytes=pixels * clips.length * rows.length * columns.length,
-        ),
-        chosen,
-    )
-
-
-def tile_borders(vae: Any, height: int, width: int, choices: Sequence[TileOptions] = ()) -> Borders:
-    """Rows and columns at which a seam would show in a decoded frame, in pixels; see :attr:`TilePlan.borders`.
-
-    Args:
-        vae: may be on the meta device.
-        height, width: of the frame, in pixels.
-        choices: of the passes.
-
-    Raises:
-        H3OptError: as :func:`plan_decode`.
-    """
-    ratio, clip = vae.spatial_compression_ratio, vae.tokens_chunk_size + vae.token_overlap
-    shape = (1, 1, clip, height // ratio, width // ratio)  # borders depend on neither samples nor channels nor frames
-    return plan_decode(vae, shape, choices).borders
-
-
-def plan_encode(vae: Any, shape: Sequence[int], choices: Sequence[TileOptions] = ()) -> TilePlan:
-    """The plan that :meth:`TileScheduler.encode` follows for pixels of this shape; as :func:`plan_decode`.
-
-    The tile size that passes choose is that of decoding; encoding keeps the model's.
-    """
-    samples, _, frames, height, width = shape
-    clips = _encoded_clips(vae, frames)
-    rows = _axis(vae, height, vae.tile_sample_min_height, vae.tile_sample_min_overlap_height, False)
-    columns = _axis(vae, width, vae.tile_sample_min_width, vae.tile_sample_min_overlap_width, False)
-    item = vae.quant_conv.weight.dtype.itemsize
-    clip = clips.sources[0][1] - clips.sources[0][0]
-    area = max(stop - start for start, stop in rows.sources) * max(stop - start for start, stop in columns.sources)
-    latents = samples * vae.quant_conv.weight.shape[0] * item
-    return _batched(
-        TilePlan(
-            "encode",
-            samples,
-            clips,
-            rows,
-            columns,
-            # first level: residual, activation, its copy inside the norm, and both paddings of the convolution
-            activation_bytes=samples * vae.config.block_out_channels[0] * area * item * (6 * clip + 2),
-            tile_bytes=latents * clips.stride * max(rows.sizes) * max(columns.sizes),
-            result_bytes=latents * clips.length * rows.length * columns.length,
-        ),
-        _all(choices),
-    )
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def memory_bytes(size: int | str) -> int:
@@ -302,114 +303,107 @@ def memory_bytes(size: int | str) -> int:
     Raises:
         ValueError: it is neither, or not positive.
     """
+    count = 0
     text = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
     if text is not None and text[2].upper() in _UNITS:
         size_in_units = float(text[1])
-        found = int(size_in_units * _UNITS[text[2].upper()]) if size_in_units < 2**63 else 0
-    else:
-        found = size if isinstance(size, int) and not isinstance(size, bool) else 0
-    if found < 1:
+        count = int(size_in_units * _UNITS[text[2].upper()]) if size_in_units < 2**63 else 0
+    elif isinstance(size, int) and not isinstance(size, bool):
+        count = size
+    if count < 1:
         raise ValueError(f"a memory size is a positive number of bytes or a text such as '2GiB', not {size!r}")
-    return found
+    return count
 
 
 def memory_text(size: int) -> str:
-    """Bytes for people, rounded up so that :func:`memory_bytes` of it is enough."""
+    """Bytes for people, rounded up so that :func:`memory_bytes` of the text is enough."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
             return f"{-(-size * 100 // unit) / 100:.2f} {name}"
     return f"{size} B"
 
 
-def _all(choices: Sequence[TileOptions]) -> TileOptions:
-    chosen = TileOptions()
-    for one in choices:
-        chosen = chosen.joined(one)
-    return chosen
-
-
-def _batched(plan: TilePlan, chosen: TileOptions) -> TilePlan:
-    plan = dataclasses.replace(plan, kept=(chosen.calls or BatchRunner()).kept)
-    budget, most = chosen.memory_budget, (chosen.max_tiles or 1) if plan.equal else 1
+def _with_batches(plan: TilePlan, options: TileOptions) -> TilePlan:
+    """Choose the largest batch that the options and the budget allow."""
+    plan = dataclasses.replace(plan, retained_batches=(options.batch_runner or BatchRunner()).retained_batches)
+    budget, most = options.memory_budget, (options.max_tiles or 1) if plan.has_equal_tiles else 1
     sizes = [size for size in range(1, most + 1) if budget is None or plan.peak(size) <= budget]
     if not sizes:
         raise MemoryBudgetError(
-            f"A memory budget of {memory_text(budget or 0)} is too small to {plan.what} {plan.size}: one tile at a "
-            f"time needs {memory_text(plan.peak(1))}. Set memory_budget to at least that, or choose a smaller canvas."
+            f"A memory budget of {memory_text(budget or 0)} is too small to {plan.operation} {plan.size}: one tile at "
+            f"a time needs {memory_text(plan.peak(1))}. Set memory_budget to at least that, or choose a smaller canvas."
         )
     plan = dataclasses.replace(plan, batch=sizes[-1], budget=budget)
     return dataclasses.replace(plan, batch=max(len(batch) for batch in plan.batches))
 
 
-def _axis(vae: Any, length: int, tile: int, overlap: int, decode: bool) -> Axis:
-    """Tiles over ``length`` units of the input; ``tile`` and ``overlap`` are in pixels, and so is the layout."""
-    ratio = vae.spatial_compression_ratio
-    pixels = length * ratio if decode else length
-    if not vae.use_tiling or tile >= pixels:
-        starts, lengths, overlaps = [0], [pixels], []
-    elif not 0 < overlap < tile:
+def _largest_tile(chunks: Chunks, rows: Axis, columns: Axis) -> tuple[int, int]:
+    """Return the frames of a chunk and the largest area of a tile, in units of the input."""
+    (first, last), *_ = chunks.sources
+    heights, widths = ([stop - start for start, stop in axis.sources] for axis in (rows, columns))
+    return last - first, max(heights) * max(widths)
+
+
+def _decoded_axis(vae: Any, latents: int, tile: int, overlap: int) -> Axis:
+    """Lay tiles over the pixels that ``latents`` latents decode to; ``tile`` and ``overlap`` are in pixels."""
+    ratio = video_geometry(vae).spatial_ratio
+    starts, sizes, overlaps = _lay_tiles(vae, latents * ratio, tile, overlap)
+    sources = [(start // ratio, start // ratio + size // ratio) for start, size in zip(starts, sizes, strict=True)]
+    return Axis(tuple(sources), tuple((stop - start) * ratio for start, stop in sources), tuple(overlaps))
+
+
+def _encoded_axis(vae: Any, pixels: int, tile: int, overlap: int) -> Axis:
+    """Lay tiles over ``pixels`` pixels that are to be encoded; ``tile`` and ``overlap`` are in pixels."""
+    ratio = video_geometry(vae).spatial_ratio
+    starts, lengths, overlaps = _lay_tiles(vae, pixels, tile, overlap)
+    sources = tuple((start, min(start + size, pixels)) for start, size in zip(starts, lengths, strict=True))
+    sizes = tuple((stop - start) // ratio for start, stop in sources)  # each level of the encoder rounds down
+    return Axis(sources, sizes, tuple(each // ratio for each in overlaps))
+
+
+def _lay_tiles(vae: Any, pixels: int, tile: int, overlap: int) -> tuple[list[int], list[int], list[int]]:
+    """Return starts, sizes and overlaps of tiles in pixels; a single tile where tiling is off or not needed."""
+    if not video_geometry(vae).tiled or tile >= pixels:
+        return [0], [pixels], []
+    if not 0 < overlap < tile:
         raise PipelineError(
             f"Tiles of {tile} pixels cannot overlap by {overlap}. Set an overlap that is positive and less than a tile."
         )
-    else:
-        starts, lengths, overlaps = vae._split_tiles(pixels, tile, overlap)
-    if decode:
-        places = [(start // ratio, size // ratio) for start, size in zip(starts, lengths, strict=True)]
-        read = tuple((start, start + size) for start, size in places)
-        return Axis(read, tuple(size * ratio for _, size in places), tuple(overlaps))
-    sources = tuple((start, min(start + size, length)) for start, size in zip(starts, lengths, strict=True))
-    sizes = tuple((stop - start) // ratio for start, stop in sources)  # each level of the encoder rounds down
-    return Axis(sources, sizes, tuple(one // ratio for one in overlaps))
+    return minimax_h3.split_tiles(vae, pixels, tile, overlap)
 
 
-def _decoded_clips(vae: Any, frames: int) -> Clips:
-    """As ``_decode``: clips of ``tokens_chunk_size`` latents, and ``token_overlap`` more that the next clip has too."""
-    size, dropped, ratio = vae.tokens_chunk_size, vae.config.token_drop, vae.temporal_compression_ratio
+def _decoded_chunks(geometry: VideoGeometry, frames: int) -> Chunks:
+    """Cut latents as ``_decode`` does: into chunks that also read the first latents of the next chunk."""
+    size, dropped, ratio = geometry.chunk_latents, geometry.dropped_latents, geometry.temporal_ratio
     padding = -(frames + dropped) % size
     count = (frames + dropped + padding) // size - int(dropped > 0)
     if count < 1:
-        raise PipelineError(
-            f"{frames} latent frames make no clip. Decode at least {size + vae.token_overlap} latent frames."
-        )
-    skipped, chunk = vae.frame_pre_padding, size * ratio
-    stride, faded = chunk - skipped, vae.frame_overlap
+        least = size + geometry.overlap_latents
+        raise PipelineError(f"{frames} latent frames make no chunk. Decode at least {least} latent frames.")
+    skipped, faded, chunk = geometry.skipped_frames, geometry.faded_frames, size * ratio
+    stride = chunk - skipped
     kept = ((skipped, chunk, 0), (chunk + skipped, chunk + skipped + faded, stride))[: 1 + int(dropped > 0)]
-    # the last latent of a chunk stands for fewer frames than the others
-    short = vae.config.clip_length % ratio or ratio
+    # the last latent of a chunk stands for fewer frames than the other latents
+    short = geometry.chunk_frames % ratio or ratio
     cut = sum(short if (frames + number) % size == 0 else ratio for number in range(padding))
-    sources = tuple((number * size, (number + 1) * size + vae.token_overlap) for number in range(count))
-    return Clips(sources, padding, kept, stride, faded, count * stride + faded * int(dropped > 0), cut)
+    sources = tuple((number * size, (number + 1) * size + geometry.overlap_latents) for number in range(count))
+    return Chunks(sources, padding, kept, stride, faded, count * stride + faded * int(dropped > 0), cut)
 
 
-def _encoded_clips(vae: Any, frames: int) -> Clips:
-    """As ``_encode``: clips of ``clip_length`` frames side by side, trailing latents dropped; one frame as it is."""
+def _encoded_chunks(geometry: VideoGeometry, frames: int) -> Chunks:
+    """Cut frames as ``_encode`` does: into chunks side by side, with the last latents dropped; a single frame as is."""
     if frames == 1:
-        return Clips(((0, 1),), 0, ((0, 1, 0),), 1, 0, 1, 0)
-    clip, size = vae.config.clip_length, vae.tokens_chunk_size
-    padding = -frames % clip
-    count = (frames + padding) // clip
-    sources = tuple((number * clip, (number + 1) * clip) for number in range(count))
-    return Clips(sources, padding, ((0, size, 0),), size, 0, count * size, vae.config.token_drop)
+        return Chunks(((0, 1),), 0, ((0, 1, 0),), 1, 0, 1, 0)
+    chunk, size = geometry.chunk_frames, geometry.chunk_latents
+    padding = -frames % chunk
+    count = (frames + padding) // chunk
+    sources = tuple((number * chunk, (number + 1) * chunk) for number in range(count))
+    return Chunks(sources, padding, ((0, size, 0),), size, 0, count * size, geometry.dropped_latents)
 
 
-def _decoder_bytes(vae: Any, latents: int) -> int:
-    """Bytes alive at once in the widest place of a decoder block, for one sample.
-
-    Two copies of the residual stream in float32 (what the block was given and what it has so far) and the norm's
-    result; besides, in the feed-forward layer, both halves of the projection, the gate of one and the product of both;
-    in attention, seven or eight tensors of the size of a query while the key is rotated.
-    """
-    decoder = vae.decoder
-    block, item = decoder.transformer_blocks[0], decoder.proj_out.weight.dtype.itemsize
-    halves, channels = block.ff.net[0].proj.weight.shape
-    tokens = latents + decoder.num_register_tokens + 1
-    return tokens * (2 * 4 * channels + item * channels + item * max(2 * halves, 8 * block.attn.to_q.weight.shape[0]))
-
-
-def _check_tile(vae: Any, tile: Sequence[int], rows: int, columns: int) -> None:
-    ratio = vae.spatial_compression_ratio
-    frame = (rows * ratio, columns * ratio)
-    if not vae.use_tiling:
+def _check_tile(geometry: VideoGeometry, tile: Sequence[int], rows: int, columns: int) -> None:
+    frame = (rows * geometry.spatial_ratio, columns * geometry.spatial_ratio)
+    if not geometry.tiled:
         raise PipelineError("A tile size is chosen, but tiling is off. Call vae.enable_tiling() or leave the size out.")
     if tile[0] > frame[0] or tile[1] > frame[1]:
         raise PipelineError(
