@@ -10,12 +10,12 @@ from typing import Any
 from h3opt.compiler.executors import EXECUTORS
 from h3opt.compiler.report import Report
 from h3opt.compiler.session import Session, session_of
-from h3opt.errors import PassOptionError, PipelineError, nearest
+from h3opt.errors import PassOptionError, PipelineError, ProfileError, nearest
 from h3opt.pass_api.base import Pass
 from h3opt.pass_api.ordering import in_order
 from h3opt.pass_api.registry import current_name, make_pass
 from h3opt.pipeline.view import PipelineView
-from h3opt.profiles.schema import Profile
+from h3opt.profiles.schema import PassRow, Profile
 from h3opt.profiles.selection import detect_profile, load_profile, make_row_pass
 
 
@@ -217,8 +217,8 @@ def _choose_passes(
             hint = f"Make an instance: {one.__name__}()." if isinstance(one, type) else "Give its name or an instance."
             raise PassOptionError(f"{one!r} is not a pass. {hint}")
         name = current_name(one)
-        row = rows.get(name)
-        instances.append(make_pass(name) if row is None else make_row_pass(profile, row))
+        chosen = rows.get(name)
+        instances.append(make_pass(name) if chosen is None else make_row_pass(profile, chosen))
     return instances
 
 
