@@ -331,9 +331,9 @@ def test_the_decode_suite_can_be_tried_on_a_cpu(h3opt: Run, tmp_path: Path) -> N
     size = ("--canvas", "64x96x22", "--rounds", 1, "--peers", "", "--passes", "async_assembly,norm_modulate")
     result = h3opt("bench", "--suite", "decode", "--tiny", "--device", "cpu", *size, *rest)
     assert result.code == 0 and "video: + async_assembly" in result.out and "norm_modulate" not in result.out
-    arms = {arm["name"]: arm for arm in json.loads(files[0].read_text())["arms"]}
-    assert arms["video: + async_assembly"]["clip_lpips"] == {"grey": 0.0}
-    assert arms["video: + async_assembly"]["differing"] == 0 and arms["audio: eager"]["milliseconds"] > 0
+    variants = {variant["name"]: variant for variant in json.loads(files[0].read_text())["variants"]}
+    assert variants["video: + async_assembly"]["clip_lpips"] == {"grey": 0.0}
+    assert variants["video: + async_assembly"]["differing"] == 0 and variants["audio: eager"]["milliseconds"] > 0
     assert "| video: eager |" in files[1].read_text() and files[2].read_bytes().startswith(b"\x89PNG")
 
 
@@ -352,8 +352,9 @@ def test_the_trained_reference_shows_what_fp8_does_to_a_clip(
     size = ("--canvas", "64x96x22", "--rounds", 1, "--peers", "", "--passes", "vae_fp8_linear", "--clips", tmp_path)
     result = h3opt("bench", "--suite", "decode", "--trained", "--device", "cpu", *size, "--json", "-")
     assert result.code == 0, result
-    arm = next(arm for arm in json.loads(result.out)["arms"] if arm["name"] == "video: + vae_fp8_linear")
-    assert 0 < arm["clip_lpips"]["noise"] < arm["clip_worst"]["noise"] < 0.05
+    variants = json.loads(result.out)["variants"]
+    fp8 = next(variant for variant in variants if variant["name"] == "video: + vae_fp8_linear")
+    assert 0 < fp8["clip_lpips"]["noise"] < fp8["clip_worst"]["noise"] < 0.05
 
 
 @pytest.mark.usefixtures("nothing_runs")
