@@ -115,7 +115,13 @@ class BenchResult(ABC):
 
     def kernels_table(self) -> Table:
         """Where the time of each profiled variant went, and at what rate."""
-        heads = ("variant", "attention ms (TFLOP/s)", "GEMM ms (TFLOP/s)", "h3opt kernels ms (of copy rate)", "other ms")
+        heads = (
+            "variant",
+            "attention ms (TFLOP/s)",
+            "GEMM ms (TFLOP/s)",
+            "h3opt kernels ms (of copy rate)",
+            "other ms",
+        )
         return Table(heads, [self._kernels_row(variant) for variant in self.variants if variant.spent])
 
     def miscounts(self) -> list[str]:

@@ -66,9 +66,9 @@ def verify(
     blind: Annotated[
         Path | None, typer.Option(help="Write a page that asks which of two clips looks and sounds better.")
     ] = None,
-    evidence: Annotated[
-        Path, typer.Option(help="Folder for the tensors that show a broken promise.")
-    ] = Path("out/evidence"),
+    evidence: Annotated[Path, typer.Option(help="Folder for the tensors that show a broken promise.")] = Path(
+        "out/evidence"
+    ),
     dtype: Dtype = "auto",
     device: DeviceName = "cpu",
     json: Json = None,

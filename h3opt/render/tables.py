@@ -139,7 +139,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
         rows.append((named, f"{verdict.exact_set} (video and audio{others})"))
     hint = f" ({verdict.floor_hint})" if verdict.floor_hint else ""
     rows.append(("all passes on", ", ".join([str(verdict.all_passes), *verdict.floor_words]) + hint))
-    rows += [(floor.label, floor.found) for floor in verdict.floors]
+    rows += [(floor.label, floor.summary) for floor in verdict.floors]
     lines.append("measured: LPIPS and sound against the generation without the pass; floor: in noise floors")
     lines += ["", "against the unmodified pipeline:", *(f"  {name:22}{found}" for name, found in rows)]
     lines.append(

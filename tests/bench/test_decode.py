@@ -63,7 +63,9 @@ def test_passes_are_measured_where_they_change_something_and_the_stricter_first(
         "video + audio: passes of either",
         "video + audio: passes of either + audio_overlap",
     ]
-    assert [variant.failure for variant in found.variants] == [None] * 12 and [len(one) for one in seen] == [*range(1, 13)]
+    assert [variant.failure for variant in found.variants] == [None] * 12 and [len(one) for one in seen] == [
+        *range(1, 13)
+    ]
     variants = {variant.name: variant for variant in found.variants}
     for name in ("video: eager", "video: + memory_query_reuse", "audio: eager", "video + audio: + audio_overlap"):
         assert variants[name].differing == 0 and variants[name].error == 0.0
@@ -86,7 +88,10 @@ def quick_video(decoders: Any) -> Iterator[Any]:
 
 def test_an_arm_that_changes_the_sound_has_a_distance(quick_video: Any, inputs: dict[str, torch.Tensor]) -> None:
     found = bench_decode(quick_video, inputs, ["audio_direct_depthwise"], rounds=1, peers=[], cumulative=False)
-    assert [variant.name for variant in found.variants if variant.decodes == "audio"] == ["audio: eager", "audio: h3opt, all passes"]
+    assert [variant.name for variant in found.variants if variant.decodes == "audio"] == [
+        "audio: eager",
+        "audio: h3opt, all passes",
+    ]
     changed = next(variant for variant in found.variants if variant.name == "audio: h3opt, all passes")
     assert changed.differing and changed.audio_snr_db is not None and 40 < changed.audio_snr_db < 200
 

@@ -30,7 +30,7 @@ from h3opt.reference import save_tiny, tiny_pipeline
 from h3opt.render.media import write_mp4
 from h3opt.render.tables import passes_markdown
 from h3opt.verification import verify as verification
-from h3opt.verification.evidence import Evidence, flatten, write_evidence
+from h3opt.verification.evidence import CallEvidence, encode_arguments, write_evidence
 
 PASSES = [one.name for one in list_passes()]
 SMALL = ("--height", "64", "--width", "96", "--steps", "2")
@@ -717,9 +717,9 @@ def test_run_without_passes_prints_json_alone(h3opt: Run, saved: Path, tmp_path:
 def test_evidence_replays_with_one_command(h3opt: Run, refusal: Callable[..., str], tmp_path: Path) -> None:
     x = torch.randn(2, 8)
     block = "transformer.transformer_blocks.0"
-    found = Evidence("fused_swiglu", {}, "site", block, 3, [], "ff.net.0", dtype=torch.float32, device="cpu")
-    found.inputs, found.arguments = flatten(((), {"x": x, "dim": -1, "middle": 4, "end": 8}))
-    found.expected, found.found = [torch.ones(2, 4)], [torch.zeros(2, 4)]
+    found = CallEvidence("fused_swiglu", {}, "site", block, 3, [], "ff.net.0", dtype=torch.float32, device="cpu")
+    found.inputs, found.arguments = encode_arguments(((), {"x": x, "dim": -1, "middle": 4, "end": 8}))
+    found.expected, found.actual = [torch.ones(2, 4)], [torch.zeros(2, 4)]
     write_evidence(tmp_path / "e", found)
     result = h3opt("replay", tmp_path / "e")
     assert result.code == 0 and "then: 8 of 8 elements differ" in result.out and "now:  bits equal" in result.out
@@ -738,9 +738,9 @@ def test_evidence_replays_in_the_dtype_it_was_verified_with(
         raise DeviceError("No more is needed. Stop.")
 
     monkeypatch.setattr("h3opt.pipeline.generation.reference_pipeline", pipeline)
-    found = Evidence("fused_swiglu", {}, "module", "transformer", 0, [], dtype=torch.float16, device="cpu")
-    found.inputs, found.arguments = flatten(((), {}))
-    found.expected, found.found = [torch.ones(2)], [torch.zeros(2)]
+    found = CallEvidence("fused_swiglu", {}, "module", "transformer", 0, [], dtype=torch.float16, device="cpu")
+    found.inputs, found.arguments = encode_arguments(((), {}))
+    found.expected, found.actual = [torch.ones(2)], [torch.zeros(2)]
     write_evidence(tmp_path / "e", found)
     refusal("replay", tmp_path / "e")
     refusal("replay", tmp_path / "e", "--dtype", "float32")

@@ -21,7 +21,7 @@ from h3opt.pipeline.generation import GenerationSettings, generate
 from h3opt.render.tables import verdict_lines
 from h3opt.verification.difference import Difference
 from h3opt.verification.verdict import Verdict
-from h3opt.verification.verify import _furthest, _holds
+from h3opt.verification.verify import _most_changed, holds
 
 aten = torch.ops.aten
 CLIP = GenerationSettings(num_inference_steps=3)
@@ -185,7 +185,7 @@ FLOOR = Difference(1, 1, 0.01, 60.0, 40.0)
     ids=str,
 )
 def test_a_promise_holds_up_to_its_limit_in_picture_and_sound(promise, difference, floor, held):
-    assert _holds(promise, difference, floor) is held
+    assert holds(promise, difference, floor) is held
 
 
 def test_alone_a_pass_is_compared_with_the_unmodified_pipeline_and_what_builds_on_others_says_so(silent):
@@ -220,7 +220,7 @@ def test_the_clip_that_moved_most_is_shown_by_picture_then_sound_then_bits():
         Difference(9, 10, 0.2, 40.0, 50.0),
         Difference(1, 0, math.nan),
     ):
-        assert _furthest([still, moved, further]) == 2 and _furthest([further, moved, still]) == 0
+        assert _most_changed([still, moved, further]) == 2 and _most_changed([further, moved, still]) == 0
 
 
 def test_no_seed_is_no_clip(silent):
