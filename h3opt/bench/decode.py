@@ -283,7 +283,7 @@ def _pass_sets(
 
 @dataclass
 class _Decoded:
-    """The output of one decode: sound in [-1, 1], and video as the VAE or (``in_range``) as the pipeline returns it."""
+    """The output of one decode: sound in [-1, 1], and video as the VAE or, if ``in_range``, the pipeline returns it."""
 
     video: torch.Tensor | None = None
     audio: torch.Tensor | None = None
@@ -406,7 +406,7 @@ class _DecodeBenchmark(BenchmarkRunner[DecodeVariant]):
         return lpips_per_frame(self._pixels(reference), self._pixels(out))
 
     def _pixels(self, decoded: _Decoded) -> torch.Tensor:
-        """``[1, frames, 3, height, width]`` in [0, 1]; the VAE's output is scaled as the pipeline's decode step does."""
+        """Pixels ``[1, frames, 3, height, width]`` in [0, 1], scaled as in the pipeline's decode step."""
         assert decoded.video is not None
         if decoded.in_range:
             return decoded.video

@@ -244,7 +244,7 @@ class BenchmarkRunner(ABC, Generic[AnyVariant]):
             torch.cuda.synchronize()
 
     def _time(self, work: Callable[[], Any]) -> float:
-        """Milliseconds of one run. Runs are back to back as in a denoising loop, so the host may run ahead of the GPU."""
+        """Milliseconds of one run. Runs are back to back as in a denoising loop: the host may run ahead of the GPU."""
         if not self.on_gpu:
             started = time.perf_counter()
             for _ in range(self.repeats):

@@ -1,4 +1,4 @@
-"""Bar charts of benchmark results. matplotlib is imported when a chart is drawn."""
+"""Bar charts of benchmark results, drawn by matplotlib."""
 
 from __future__ import annotations
 

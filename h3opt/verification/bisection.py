@@ -276,7 +276,7 @@ def _first_site(
     ran: tuple[CapturedGraph, tuple[Any, ...]],
     evidence: CallEvidence,
 ) -> str | None:
-    """Find the first site of ``tested`` that changes the graph's output, and put the site's tensors into ``evidence``."""
+    """Find the first site of ``tested`` that changes the output of the graph; its tensors go into ``evidence``."""
     captured, args = ran
     region = captured.owner.region
     graph_passes = [item for item in in_order([*others, tested]) if isinstance(item, GraphPass)]

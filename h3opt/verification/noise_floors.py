@@ -215,7 +215,7 @@ def _measure(
 
 
 def multiples(difference: Difference, floors: Iterable[Floor]) -> dict[str, float]:
-    """Name of a floor → ``difference`` as a multiple of it, for floors that were measured; see :meth:`Difference.over`."""
+    """Name of a measured floor → ``difference`` as a multiple of it; see :meth:`Difference.over`."""
     return {floor.name: difference.over(floor.difference) for floor in floors if floor.difference is not None}
 
 
@@ -223,8 +223,10 @@ _SMALLEST, _LARGEST = 0.01, 1000.0  # outside this range the digits of a multipl
 
 
 def multiple_words(name: str, multiple: float) -> str:
-    """A multiple for a sentence: ``0.4 of what compiling alone does``, ``12 times the noise floor``, ``far above the noise
-    floor``."""
+    """A multiple for a sentence.
+
+    For example ``0.4 of what compiling alone does``, ``12 times the noise floor``, ``far above the noise floor``.
+    """
     what = FLOORS[name].what
     if not math.isfinite(multiple):
         return "beyond any noise floor" if name == "ulp" else f"beyond any multiple of {what}"
@@ -242,7 +244,7 @@ def multiple_digits(multiple: float) -> str:
 
 
 def floor_hint(difference: Difference, floors: Sequence[Floor]) -> str:
-    """A hint to measure another floor, where only ``ulp`` was measured and ``difference`` is far above it; else empty.
+    """A hint to measure another floor, if only ``ulp`` was measured and ``difference`` is far above it; else empty.
 
     In float32 one ulp moves the output very little, so that any change is far above it.
     """
@@ -313,7 +315,8 @@ class _Compiler:
         compiled = [module for region in self._regions for module in region.modules if _compiled_already(module)]
         if compiled:
             raise _CannotMeasure(
-                f"{len(compiled)} blocks are compiled already, so there is no eager pipeline to compare with; load it anew"
+                f"{len(compiled)} blocks are compiled already, so there is no eager pipeline to compare with; "
+                "load it anew"
             )
         with ExitStack() as undo:
             for region in self._regions:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import build
 
-from h3opt.bench.decode import DecodeVariant, DecodeBench, bench_decode
+from h3opt.bench.decode import DecodeBench, DecodeVariant, bench_decode
 from h3opt.bench.peers import Peer
 from h3opt.errors import PipelineError
 from h3opt.reference import decode_inputs, decode_pipeline, full_audio_vae

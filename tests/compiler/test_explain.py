@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import installed
 
 from h3opt.compiler import explain as explaining
 from h3opt.compiler.explain import describe, explain, explain_plan, explain_sites, has_plan, sites_text
@@ -140,7 +141,7 @@ def test_a_pass_builds_on_what_it_comes_after_directly_and_through_others(monkey
 
     stubs = [Stub("c", ("b", "not_installed")), Stub("b", ("a",)), Stub("a", ("c",)), Stub("z")]
     monkeypatch.setattr(explaining, "list_passes", lambda: stubs)
-    assert sorted(explaining._with_what_it_builds_on("c")) == ["a", "b", "c"]
+    assert sorted(explaining._with_prerequisites("c")) == ["a", "b", "c"]
 
 
 def test_a_picture_shows_the_tiles_and_what_they_changed(pipe: Any, tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_batches_change_no_border_and_what_was_installed_comes_back(pipe: Any) -
     latents = torch.randn(1, 24, 7, 4, 6, generator=torch.Generator().manual_seed(0))
     with optimize(pipe, ["memory_query_reuse"], "cpu") as opt:
         found = seam_picture(pipe, make_pass("tile_batch"), latents)
-        assert opt.active and "_decode" in vars(pipe.vae)
+        assert installed(opt) and "_decode" in vars(pipe.vae)
     assert found.unmodified_borders == found.candidate_borders
     with pytest.raises(PipelineError, match="cuts no video into tiles"):
         seam_picture(pipe, make_pass("fused_swiglu"), latents)

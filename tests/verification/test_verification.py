@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import COMPONENTS, assert_same_media, differing, fingerprint
+from conftest import COMPONENTS, assert_same_media, differing, fingerprint, installed
 
 import h3opt
 from h3opt.errors import CheckpointError, PassConflictError, PipelineError, ShortfallError, UnknownPassError
@@ -275,7 +275,7 @@ def test_passes_installed_before_are_installed_again(silent):
         inside = fingerprint(silent)
         verdict = verify(silent, ["fused_swiglu"])
         assert verdict.held and [one.name for one in verdict.passes] == ["fused_swiglu"]
-        assert opt.active and opt.report["modulation_table"].counts == "4/4"
+        assert installed(opt) and opt.report["modulation_table"].counts == "4/4"
         assert module_types(inside) == module_types(fingerprint(silent))
         assert_same_media(reference, generate(silent, CLIP))
         assert opt.report["norm_modulate"].counts == "8/8"
@@ -313,7 +313,7 @@ def test_a_failure_on_the_way_leaves_the_pipeline_as_it_was_found(silent):
     with h3opt.optimize(silent, ["modulation_table"], "cpu") as opt:
         with pytest.raises(ShortfallError):
             verify(silent, [greedy])
-        assert opt.active and opt.report["modulation_table"].counts == "4/4"
+        assert installed(opt) and opt.report["modulation_table"].counts == "4/4"
         assert_same_media(reference, generate(silent, CLIP))
 
 
@@ -327,7 +327,7 @@ def test_an_interruption_leaves_the_pipeline_as_it_was_found_and_nothing_on_disk
         inside = fingerprint(silent)
         with pytest.raises(KeyboardInterrupt):
             verify(silent, ["tile_batch"], evidence=tmp_path / "evidence", progress=interrupt)
-        assert opt.active and [one.name for one in opt.passes] == ["modulation_table"]
+        assert installed(opt) and [one.name for one in opt.passes] == ["modulation_table"]
         assert module_types(inside) == module_types(fingerprint(silent))
     assert list(tmp_path.iterdir()) == []
 
