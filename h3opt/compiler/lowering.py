@@ -61,7 +61,7 @@ class LoweredGraph:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A graph after a pass, or the canonical graph before any pass; without a site, it is the graph of the last stage."""
+    """A graph after a pass, or the canonical graph before any pass; without a site, the graph of the stage before."""
 
     by: GraphPass | None
     module: GraphModule

@@ -19,6 +19,7 @@ import torch
 
 from h3opt.cli import app as cli
 from h3opt.cli import demonstration as demo
+from h3opt.compiler.optimize import prepare
 from h3opt.compiler.report import PassReport
 from h3opt.errors import DeviceError
 from h3opt.metrics import lpips
@@ -380,7 +381,114 @@ def test_two_results_in_one_file_are_refused(tmp_path: Path, refusal: Callable[.
     assert "one file twice" in refusal("verify", "--report", page, "--json", page)
 
 
+@pytest.mark.usefixtures("nothing_runs")
+def test_prompts_from_a_pipe_are_refused_and_do_not_block(tmp_path: Path, refusal: Callable[..., str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "is not a regular file" in refusal("verify", "--prompts", tmp_path / "pipe")
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("names", ["", ",", " , "])
+def test_a_list_of_no_passes_is_refused(names: str, refusal: Callable[..., str]) -> None:
+    for command in (("verify",), ("run", "--model", "m", "--prompt", "x"), BENCH):
+        assert "--passes names no pass" in refusal(*command, "--passes", names)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_pass_given_twice_is_refused_before_the_work(refusal: Callable[..., str]) -> None:
+    for command in (("verify",), ("run", "--model", "m", "--prompt", "x"), BENCH):
+        assert "'tile_batch' is given twice" in refusal(*command, "--passes", "tile_batch,tile_batch")
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_an_unknown_profile_is_refused_before_the_work(refusal: Callable[..., str], tmp_path: Path) -> None:
+    for command in (("verify",), ("run", "--model", "m", "--prompt", "x"), ("demo", "--out", tmp_path / "out")):
+        assert "There is no profile 'h20'" in refusal(*command, "--profile", "h20")
+    assert list(tmp_path.iterdir()) == []
+
+
+BENCH = ("bench", "--suite", "decode", "--tiny", "--device", "cpu", "--canvas", "64x96x22")
+
+LONG = """  - pass: norm_modulate
+  - pass: fused_swiglu
+    when: {tokens: ">=1000"}
+"""
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The passes that a command chose; the command ends there."""
+    names: list[list[str]] = []
+
+    def choose(*args: Any, **options: Any) -> Any:
+        options.pop("restorable", None)
+        _, passes = prepare(*args, **options)
+        names.append([item.name for item in passes])
+        raise DeviceError("No more is needed. Stop.")
+
+    def choose_for_run(pipe: Any, passes: Any, profile: str, **options: Any) -> Any:
+        return choose(pipe, passes, profile, **options)
+
+    monkeypatch.setattr("h3opt.compiler.optimize.optimize", choose_for_run)
+    monkeypatch.setattr("h3opt.verification.verify.prepare", choose)
+    monkeypatch.setattr("h3opt.bench.decode.prepare", choose)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [(("64", "96"), ["norm_modulate"]), (("128", "192"), ["fused_swiglu", "norm_modulate"])],
+    ids=["below", "above"],
+)
+def test_a_profile_row_that_depends_on_the_number_of_tokens_goes_by_the_canvas(
+    size: tuple[str, str],
+    names: list[str],
+    chosen: list[list[str]],
+    refusal: Callable[..., str],
+    saved: Path,
+    tmp_path: Path,
+) -> None:
+    rest = ("--profile", profile(tmp_path / "mine.yaml", LONG))
+    canvas = ("--height", size[0], "--width", size[1])
+    refusal("run", "--model", saved, "--prompt", "a cat", "--out", tmp_path / "c.mp4", *canvas, *rest)
+    refusal("verify", "--model", saved, "--evidence", tmp_path / "evidence", *canvas, *rest)
+    refusal("bench", "--suite", "decode", "--tiny", "--device", "cpu", "--canvas", f"{size[0]}x{size[1]}x124", *rest)
+    assert [sorted(item) for item in chosen] == [names] * 3
+
+
 # ---------------------------------------------------------------------------------------------------------- output
+
+
+def test_a_device_that_is_full_is_refused_before_the_work(refusal: Callable[..., str], nothing_runs: None) -> None:
+    run = ("run", "--model", "m", "--prompt", "x")
+    assert "/dev/full cannot be written: it is not a regular file" in refusal(*run, "--out", "/dev/full")
+    for command in (run, ("verify",), ("demo",), BENCH):
+        assert "/dev/full cannot be written: No space left on device" in refusal(*command, "--json", "/dev/full")
+
+
+@pytest.mark.parametrize("arguments", [["passes"], ["passes", "--json", "-"], ["passes", "--markdown"]])
+def test_standard_output_that_is_full_is_one_line(arguments: list[str]) -> None:
+    code = "from h3opt.cli.app import main; main()"
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", code, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: Standard output cannot be written: No space left on device.")
+    assert ended.returncode == 2
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_escape_sequences_from_a_file_do_not_reach_the_terminal(
+    h3opt: Run, refusal: Callable[..., str], tmp_path: Path
+) -> None:
+    found = CallEvidence("fused_swiglu", {}, "site", "\x1b[2Jblock", 3, [], "\x9bx", dtype=torch.float32, device="cpu")
+    found.inputs, found.arguments = encode_arguments(((), {"x": torch.randn(2, 8), "dim": -1, "middle": 4, "end": 8}))
+    found.expected, found.actual = [torch.ones(2, 4)], [torch.zeros(2, 4)]
+    write_evidence(tmp_path / "e", found)
+    result = h3opt("replay", tmp_path / "e")
+    assert r"\x1b[2Jblock" in result.out and r"\x9bx" in result.out and not {"\x1b", "\x9b"} & set(result.out)
+    assert "\x1b" not in refusal("verify", "--evidence", tmp_path / "e" / "evidence.json" / "\x1b[31m")
 
 
 @pytest.mark.usefixtures("nothing_runs")
@@ -449,7 +557,7 @@ def test_a_place_for_evidence_that_something_else_is_in_is_refused(refusal: Call
 
 
 def test_calibrate_says_what_perceptual_promises_should_be(h3opt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_page import verdict
+    from sample_verdict import verdict
 
     asked: list[Any] = []
     monkeypatch.setattr("h3opt.pipeline.generation.reference_pipeline", lambda *_: None)
@@ -726,6 +834,9 @@ def test_evidence_replays_with_one_command(h3opt: Run, refusal: Callable[..., st
     result = h3opt("replay", tmp_path / "e", "--json", "-")
     assert json.loads(result.out)["moves"] is False and result.code == 0
     assert "holds no evidence" in refusal("replay", tmp_path)
+    found.arguments[1]["dict"]["x"] = None
+    write_evidence(tmp_path / "e", found)
+    assert "does not fit the rule of fused_swiglu" in refusal("replay", tmp_path / "e")
 
 
 def test_evidence_replays_in_the_dtype_it_was_verified_with(

@@ -24,6 +24,7 @@ from h3opt.pass_api.base import GraphPass, SchedulePass
 from h3opt.pass_api.promises import Exact
 from h3opt.pass_api.registry import find_pass, list_passes, make_pass
 from h3opt.pipeline.generation import GenerationSettings
+from h3opt.pipeline.sequence_length import sequence_length
 from h3opt.pipeline.view import PipelineView
 from h3opt.reference import full_vae
 from h3opt.render.seam_picture import seam_picture
@@ -105,6 +106,21 @@ def test_sites_come_from_a_run_with_the_passes_it_builds_on(silent: Any) -> None
     reason = r"vae\.block: \w+ in attn: \d of \d operators match, but \S+ stands where aten\.\S+ is expected"
     near = next(miss for miss in entry.near_misses if re.fullmatch(reason, miss))
     assert f"\n  nearly  {near}" in text
+
+
+def test_sites_are_shown_for_the_number_of_tokens_of_the_generation(
+    silent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def stop(*_: Any, **options: Any) -> Any:
+        asked.append(options["tokens"])
+        raise InterruptedError
+
+    monkeypatch.setattr(explaining, "optimize", stop)
+    with pytest.raises(InterruptedError):
+        explain_sites(silent, "fused_swiglu", SHORT)
+    assert asked == [sequence_length(silent, SHORT)]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import assert_same_media, differing, fingerprint
-from test_page import verdict as shown
+from sample_verdict import verdict as shown
 from torch._inductor import config
 from torch.nn.attention import SDPBackend
 
