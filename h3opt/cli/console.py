@@ -161,4 +161,4 @@ def _stdout() -> Iterator[None]:
 
 
 def _escape_control(text: str) -> str:
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found.group())[1:-1], text)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match.group())[1:-1], text)

@@ -102,7 +102,7 @@ def passes(
 def profiles(
     name: Annotated[str | None, typer.Argument(help="A shipped profile, or a YAML file.")] = None, json: Json = None
 ) -> None:
-    """List the shipped profiles, or the rows of one with their evidence."""
+    """List the shipped profiles, or the rows of a profile with their evidence."""
     from h3opt.profiles.selection import list_profiles, load_profile
     from h3opt.render.tables import profile_table, profiles_table
 
