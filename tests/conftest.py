@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from h3opt.compiler.optimize import Optimized
 from h3opt.metrics.bits import bits_equal
 from h3opt.pipeline.generation import GenerationSettings, Media, generate
 from h3opt.reference import tiny_pipeline
@@ -23,10 +24,15 @@ COMPONENTS = ("transformer", "vae", "audio_vae")
 
 
 def build(dtype: str = "float32") -> Any:
-    """A tiny pipeline of one's own, without progress bars."""
+    """A new tiny pipeline without progress bars."""
     pipe = tiny_pipeline(DTYPES[dtype])
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def installed(handle: Optimized) -> bool:
+    """Whether the passes of a handle are installed on the pipeline."""
+    return handle._session.installed
 
 
 def assert_same_media(left: Media, right: Media) -> None:
@@ -36,21 +42,21 @@ def assert_same_media(left: Media, right: Media) -> None:
 
 
 def fingerprint(pipe: Any) -> dict[Any, Any]:
-    """Everything a pass may have changed: modules, their attributes, compiled calls, weights, pipeline steps."""
-    found: dict[Any, Any] = {}
+    """Everything that a pass may change: modules, their attributes, compiled calls, weights, pipeline steps."""
+    parts: dict[Any, Any] = {}
     for name in COMPONENTS:
         component = getattr(pipe, name)
         for path, module in component.named_modules():
-            # torch leaves the key of the slot behind, empty
+            # torch leaves an empty slot behind
             attributes = sorted(set(vars(module)) - {"_compiled_call_impl"})
             hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
-            found[name, path] = (type(module), id(module), module._compiled_call_impl, attributes, hooks)
+            parts[name, path] = (type(module), id(module), module._compiled_call_impl, attributes, hooks)
         for key, tensor in component.state_dict().items():
             data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            found[name, "weight", key] = (tensor.dtype, tuple(tensor.shape), hashlib.sha256(data).hexdigest())
+            parts[name, "weight", key] = (tensor.dtype, tuple(tensor.shape), hashlib.sha256(data).hexdigest())
     for number, step in enumerate(_steps(pipe._blocks)):
-        found["step", number] = type(step)
-    return found
+        parts["step", number] = type(step)
+    return parts
 
 
 def differing(before: dict[Any, Any], after: dict[Any, Any]) -> list[Any]:
@@ -65,7 +71,7 @@ def _steps(block: Any) -> Iterator[Any]:
 
 
 class Stream:
-    """Stands for a CUDA stream: writes down what it is told to do."""
+    """Stands in for a CUDA stream, and logs the calls."""
 
     def __init__(self, log: list[str], name: str, device: Any = None) -> None:
         self.log, self.name, self.device, self.events = log, name, device, 0
@@ -85,7 +91,7 @@ class Stream:
 
 @pytest.fixture
 def stream_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What two streams did, the computing one and that of a pass."""
+    """The log of two streams: the current stream and the stream of a pass."""
     log: list[str] = []
     compute = Stream(log, "compute")
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(log, "side", device))
@@ -95,7 +101,7 @@ def stream_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class SharedPipelines:
-    """One pipeline per dtype, and what it generates unmodified."""
+    """A pipeline for each dtype, and what it generates unmodified."""
 
     def __init__(self) -> None:
         self._pipes: dict[str, Any] = {}
@@ -109,7 +115,7 @@ class SharedPipelines:
         return self._pipes[dtype]
 
     def unmodified(self, dtype: str = "float32", clip: GenerationSettings | None = None) -> Media:
-        """What a pipeline nobody ever touched generates."""
+        """What a new pipeline generates."""
         key = (dtype, clip)
         if key not in self._media:
             self._media[key] = generate(build(dtype), clip or GenerationSettings())
@@ -137,13 +143,13 @@ def _lend(shared: SharedPipelines, dtype: str) -> Iterator[Any]:
 
 @pytest.fixture
 def pipe(shared: SharedPipelines) -> Iterator[Any]:
-    """The shared float32 pipeline; it must be given back unmodified."""
+    """The shared float32 pipeline; a test must leave it unmodified."""
     yield from _lend(shared, "float32")
 
 
 @pytest.fixture
 def bf16_pipe(shared: SharedPipelines) -> Iterator[Any]:
-    """The shared bfloat16 pipeline; it must be given back unmodified."""
+    """The shared bfloat16 pipeline; a test must leave it unmodified."""
     yield from _lend(shared, "bfloat16")
 
 
@@ -155,7 +161,7 @@ def unmodified(shared: SharedPipelines) -> Callable[..., Media]:
 
 @pytest.fixture
 def silent(pipe: Any) -> Iterator[Any]:
-    """The shared float32 pipeline without sound, which is most of a tiny generation's time."""
+    """The shared float32 pipeline without sound, which takes most of the time of a tiny generation."""
     pipe.audio_vae.decode = lambda latents, *args, **kwargs: (latents.new_zeros(2, 1, 8),)
     yield pipe
     del pipe.audio_vae.decode

@@ -15,7 +15,7 @@ import torch
 
 from h3opt.files import atomic_write, temporary_sibling, write_json
 from h3opt.render.media import write_frame_strip, write_mp4
-from h3opt.verification.evidence import Evidence, read_evidence, write_evidence
+from h3opt.verification.evidence import CallEvidence, read_evidence, write_evidence
 
 VIDEO, AUDIO = torch.rand(1, 4, 3, 32, 32), torch.zeros(1, 2, 4000)
 
@@ -45,8 +45,8 @@ def test_an_interruption_leaves_the_old_file_and_no_other(kind, tmp_path, monkey
     assert path.read_bytes() != b"old" and list(tmp_path.iterdir()) == [path]
 
 
-def evidence(call: int) -> Evidence:
-    return Evidence(
+def evidence(call: int) -> CallEvidence:
+    return CallEvidence(
         "fused_swiglu",
         {},
         "module",
@@ -55,7 +55,7 @@ def evidence(call: int) -> Evidence:
         [],
         arguments=[{"list": []}, {"dict": {}}],
         expected=[torch.zeros(2)],
-        found=[torch.ones(2)],
+        actual=[torch.ones(2)],
         dtype=torch.float32,
         device="cpu",
     )

@@ -1,1 +1,1 @@
-"""Benchmarks on a CUDA device."""
+"""Benchmarks: the transformer, decoding and single kernels, against eager and against other tools."""

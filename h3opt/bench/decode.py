@@ -1,9 +1,9 @@
-"""What each pass is worth in decoding: video, sound and both, arm against arm in one run.
+"""Benchmark decoding: video, sound and both, each variant against eager in one run.
 
-Arms come in three groups, each compared with its own eager arm: the video decode (unmodified, its blocks compiled, then
+Variants come in three groups, each with its own eager variant: the video decode (unmodified, its blocks compiled, then
 pass by pass), the audio decode, and the pipeline's two decode steps one after the other, for passes that change how
-these run together. Which group a pass belongs to is what it finds there to change. :mod:`h3opt.bench.harness` visits
-and times.
+these run together. A pass belongs to the group where it has something to change. See :mod:`h3opt.bench.harness` for
+how variants are timed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
-from h3opt.bench.harness import Arm, ArmTables, BenchmarkRunner, Progress, SetUp, distance, sharing_weights
+from h3opt.bench.harness import BenchmarkRunner, BenchResult, Progress, SetUp, Variant, compare_outputs
+from h3opt.bench.peers import DECODE_PEERS, Peer, choose_peers
 from h3opt.bench.rates import copy_rate, gemm_rate
+from h3opt.bench.table import Table, format_cell
 from h3opt.compiler.optimize import prepare
 from h3opt.compiler.session import Session
 from h3opt.device import Device
-from h3opt.errors import PipelineError, nearest
+from h3opt.errors import PipelineError
 from h3opt.metrics.audio import audio_snr_db
 from h3opt.metrics.lpips import LPIPS_MIN_SIZE, check_lpips, lpips_per_frame
 from h3opt.metrics.video import denormalize
@@ -33,22 +35,21 @@ from h3opt.pipeline.steps import find_steps_making
 from h3opt.pipeline.tiling.plan import plan_decode
 from h3opt.pipeline.view import PipelineView
 
-PEERS = ("compile",)
-"""What passes are compared with besides eager."""
-
-
 VIDEO, AUDIO, BOTH = "video", "audio", "video + audio"
+"""The groups of variants, by what they decode."""
 
 
 @dataclass
-class DecodeArm(Arm):
-    """One way to decode.
+class DecodeVariant(Variant):
+    """One way to decode, and its figures.
 
     Attributes:
-        decodes: ``"video"``, ``"audio"`` or ``"video + audio"``: the group.
-        lpips: of the decoded random latents against eager, mean over frames.
-        clip_lpips: the same of each clip that was encoded; the worst frame's in ``clip_worst``.
-        audio_snr_db: of the decoded sound against eager, worst channel; ``None`` where no bit differs.
+        decodes: the group, :data:`VIDEO`, :data:`AUDIO` or :data:`BOTH`.
+        lpips: LPIPS of the decoded random latents to eager, mean over frames.
+        clip_lpips: name of a real clip → LPIPS of its decoded latents to eager, mean over frames.
+        clip_worst: name of a real clip → LPIPS of its worst frame.
+        audio_snr_db: signal-to-noise ratio of the decoded sound to eager in decibels, worst channel; ``None`` where
+            no bit differs.
     """
 
     decodes: str = VIDEO
@@ -59,14 +60,19 @@ class DecodeArm(Arm):
 
 
 @dataclass
-class DecodeBench(ArmTables):
+class DecodeBench(BenchResult):
     """The result of :func:`bench_decode`.
 
     Attributes:
-        tiles: calls of the video decoder that one decode makes without batching.
-        profiled_tiles: how many of them the profiler saw: those of the first clip.
+        device: name of the device.
+        layers: number of blocks of the video decoder.
+        canvas: size of the request, in words.
+        tiles: calls of the video decoder in one decode without batching.
+        profiled_tiles: how many of these calls the profiler saw: those of the first chunk of frames.
         copy_tb_per_s, gemm_tflops: measured ceilings; zero on a CPU.
-        attention_flop, gemm_flop: of the profiled tiles.
+        attention_flop, gemm_flop: floating point operations of the profiled tiles.
+        variants: the figures.
+        top_kernels: variant → its longest kernels as (name, launches, milliseconds).
     """
 
     device: str
@@ -78,81 +84,54 @@ class DecodeBench(ArmTables):
     gemm_tflops: float
     attention_flop: float
     gemm_flop: float
-    arms: list[DecodeArm]
+    variants: list[DecodeVariant]
     top_kernels: dict[str, list[tuple[str, float, float]]]
 
     @property
     def title(self) -> str:
         return f"{self.device}, decode {self.canvas}, {self.layers} decoder blocks, {self.tiles} tiles"
 
-    def over(self, arm: DecodeArm, peer: str) -> float | None:
-        """How many times faster an arm is than the peer of its group."""
-        found = next((one for one in self.arms if (one.decodes, one.name.split(": ")[-1]) == (arm.decodes, peer)), None)
-        if found is None or found.milliseconds is None or arm.milliseconds is None:
+    @property
+    def kernels_title(self) -> str:
+        return f"By profiler, of {self.profiled_tiles} of {self.tiles} tiles (one chunk of frames); sound whole:"
+
+    def table(self) -> Table:
+        heads = (
+            "variant", "ms per decode", "over eager", "over compile", "install s", "first call s", "peak GiB",
+            "elements that differ from eager", "LPIPS", "LPIPS on clips", "audio SNR dB",
+        )  # fmt: skip
+        return Table(heads, [self._row(variant) for variant in self.variants])
+
+    def speedup(self, variant: DecodeVariant, base: str) -> float | None:
+        """How many times faster a variant is than the variant called ``base`` of the same group."""
+        same_group = (other for other in self.variants if other.decodes == variant.decodes)
+        reference = next((other for other in same_group if other.name.split(": ")[-1] == base), None)
+        if reference is None or reference.milliseconds is None or variant.milliseconds is None:
             return None
-        return found.milliseconds / arm.milliseconds
+        return reference.milliseconds / variant.milliseconds
 
-    def profiled_share(self, arm: DecodeArm) -> float:
-        return self.profiled_tiles / self.tiles if arm.decodes == VIDEO else 1.0
+    def profiled_share(self, variant: DecodeVariant) -> float:
+        return self.profiled_tiles / self.tiles if variant.decodes == VIDEO else 1.0
 
-    def flop(self, arm: DecodeArm) -> tuple[float, float]:
-        return (self.attention_flop, self.gemm_flop) if arm.decodes == VIDEO else (0.0, 0.0)
+    def flop(self, variant: DecodeVariant) -> tuple[float, float]:
+        return (self.attention_flop, self.gemm_flop) if variant.decodes == VIDEO else (0.0, 0.0)
 
-    def markdown(self) -> str:
-        """The table for docs/benchmarks."""
-        lines = [f"| {' | '.join(_HEADS)} |", "|---" * len(_HEADS) + "|"]
-        lines += [f"| {' | '.join(cells)} |" for cells in self._cells()]
-        return "\n".join(lines)
-
-    def kernels_markdown(self) -> str:
-        head = f"By profiler, of {self.profiled_tiles} of {self.tiles} tiles (one clip); sound whole:\n\n"
-        return head + super().kernels_markdown() if any(arm.spent for arm in self.arms) else ""
-
-    def _cells(self) -> list[list[str]]:
-        rows = []
-        for arm in self.arms:
-            if arm.milliseconds is None:
-                rows.append([arm.name, arm.failure or "not run", *[""] * (len(_HEADS) - 2)])
-                continue
-            worst = max(arm.clip_lpips.values(), default=None)
-            rows.append(
-                [
-                    arm.name,
-                    f"{arm.milliseconds:.1f}",
-                    _number(self.over(arm, "eager"), ".3f"),
-                    _number(self.over(arm, "compile"), ".3f"),
-                    _number(arm.install_seconds, ".1f"),
-                    _number(arm.first_call_seconds, ".1f"),
-                    _number(arm.peak_gib, ".2f"),
-                    _number(arm.differing, "d"),
-                    _number(arm.lpips, ".2g"),
-                    _number(worst, ".2g"),
-                    _number(arm.audio_snr_db, ".1f"),
-                ]
-            )
-        return rows
-
-    def __str__(self) -> str:
-        rows = [list(_HEADS), *self._cells()]
-        widths = [max(len(row[column]) for row in rows if row[-1] or not column) for column in range(len(_HEADS))]
-        lines = [
-            row[0].ljust(widths[0])
-            + "".join(f"  {cell.rjust(width)}" for cell, width in zip(row[1:], widths[1:], strict=True))
-            for row in rows
+    def _row(self, variant: DecodeVariant) -> list[str]:
+        if variant.milliseconds is None:
+            return [variant.name, variant.failure or "not run"]
+        return [
+            variant.name,
+            f"{variant.milliseconds:.1f}",
+            format_cell(self.speedup(variant, "eager"), ".3f"),
+            format_cell(self.speedup(variant, "compile"), ".3f"),
+            format_cell(variant.install_seconds, ".1f"),
+            format_cell(variant.first_call_seconds, ".1f"),
+            format_cell(variant.peak_gib, ".2f"),
+            format_cell(variant.differing, "d"),
+            format_cell(variant.lpips, ".2g"),
+            format_cell(max(variant.clip_lpips.values(), default=None), ".2g"),
+            format_cell(variant.audio_snr_db, ".1f"),
         ]
-        return "\n".join(
-            [self.title, *(line.rstrip() for line in lines), "", self.kernels_markdown(), *self.miscounts()]
-        )
-
-
-_HEADS = (
-    "arm", "ms per decode", "over eager", "over compile", "install s", "first call s", "peak GiB",
-    "elements that differ from eager", "LPIPS", "LPIPS on clips", "audio SNR dB",
-)  # fmt: skip
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
 
 
 def bench_decode(
@@ -166,127 +145,148 @@ def bench_decode(
     decodes: int = 1,
     cumulative: bool = True,
     leave_out: bool = False,
-    peers: Sequence[str] = PEERS,
+    peers: Sequence[str] = tuple(peer.name for peer in DECODE_PEERS),
     profile: str = "auto",
+    tokens: int | None = None,
     progress: Progress | None = None,
-    on_visit: Callable[[DecodeBench], None] | None = None,
+    after_run: Callable[[DecodeBench], None] | None = None,
 ) -> DecodeBench:
-    """Time decoding in every arm.
+    """Time decoding in every variant.
 
     Args:
-        pipe: a MiniMax-H3 pipeline with both VAEs, unmodified; left as found. Its decode steps are enough.
+        pipe: an unmodified MiniMax-H3 pipeline with both VAEs; its decode steps are enough. It is left unmodified.
         inputs: ``latents [1, channels, frames, rows, columns]`` and ``audio_latents [2, channels, frames]``.
         passes: those that change decoding are measured cumulatively, the stricter promises first; the others are left
             out.
-        canvas: named in the result.
-        clips: by name, ``[1, 3, frames, height, width]`` as the VAE reads it: encoded by the unmodified VAE, decoded
-            in every video arm, and compared with eager's.
-        rounds: interleaved visits to every arm.
-        decodes: timed decodes per visit, after one that is not.
-        cumulative: measure every step on the way to all passes, not just the Exact ones together and all.
-        leave_out: also measure all passes but one, for each.
-        peers: which of :data:`PEERS` to run.
-        profile: for the options of passes given by name.
-        progress: told before each visit.
-        on_visit: gets the result so far after each visit, so that a run that is cut short leaves what it found.
+        canvas: size of the request, named in the result.
+        clips: real clips by name, ``[1, 3, frames, height, width]`` as the VAE reads them. The unmodified VAE encodes
+            them, every video variant decodes them, and the results are compared with eager's.
+        rounds: how often every variant is run, interleaved.
+        decodes: timed decodes of a variant in each round, after one decode that is not timed.
+        cumulative: measure every step on the way to all passes, not only the Exact passes together and all passes.
+        leave_out: also measure all passes without one, for each pass.
+        peers: names of :data:`h3opt.bench.peers.DECODE_PEERS`.
+        profile: source of the options of passes that are given by name.
+        tokens: length of the transformer's packed sequence, for profile rows that depend on it.
+        progress: called before each run of a variant.
+        after_run: called with the result so far after each run of a variant, so that an interrupted benchmark
+            leaves the figures that it has.
 
     Raises:
-        PipelineError: a peer that nobody knows, or a pipeline that does not decode video and sound.
-        H3OptError: anything else that was asked for is unknown.
+        PipelineError: there is no such peer, or the pipeline does not decode video and sound.
+        H3OptError: a pass, an option or the profile is unknown.
     """
-    if unknown := [peer for peer in peers if peer not in PEERS]:
-        raise PipelineError(f"There is no peer {unknown[0]!r}{nearest(unknown[0], PEERS)}. Use {' or '.join(PEERS)}.")
-    session, asked = prepare(pipe, passes, profile)
+    chosen_peers = choose_peers(peers, DECODE_PEERS)
+    session, requested = prepare(pipe, passes, profile, tokens=tokens)
     view = session.view
     if view.vae is None or view.audio_vae is None or not find_steps_making(view.pipe, minimax_h3.VIDEO):
         raise PipelineError("This pipeline does not decode video and sound. Give one with both VAEs and decode steps.")
     check_lpips()
-    groups = _by_group(asked, session)
-    bench = _Decodes(session, inputs, decodes)
-    plan: list[tuple[DecodeArm, SetUp]] = []
-    for decoded in (VIDEO, AUDIO):
-        plan.append((DecodeArm(f"{decoded}: eager", decodes=decoded), partial(bench.plain, what=decoded)))
-        if decoded == VIDEO:
-            plan += [(DecodeArm(f"{decoded}: {peer}"), getattr(bench, peer)) for peer in peers]
-        plan += [
-            (DecodeArm(f"{decoded}: {name}", decodes=decoded), partial(bench.h3opt, what=decoded, passes=some))
-            for name, some in _steps(groups[decoded], decoded == VIDEO, cumulative, leave_out)
-        ]
-    before = [*groups[VIDEO], *groups[AUDIO]]
-    ladder = [(f"+ {one.name}", groups[BOTH][:count]) for count, one in enumerate(groups[BOTH], start=1)]
-    together = [*ladder, ("passes of either", before)] if before else ladder
-    together += [(f"passes of either {name}", [*before, *some]) for name, some in ladder if before]
-    plan.append((DecodeArm(f"{BOTH}: eager", decodes=BOTH), partial(bench.plain, what=BOTH)))
-    plan += [
-        (DecodeArm(f"{BOTH}: {name}", decodes=BOTH), partial(bench.h3opt, what=BOTH, passes=some))
-        for name, some in together
-    ]
-    result = bench.result([arm for arm, _ in plan], canvas)
+    bench = _DecodeBenchmark(session, inputs, decodes)
+    variants = _variants(bench, _by_group(requested, session), chosen_peers, cumulative, leave_out)
+    result = bench.result([variant for variant, _ in variants], canvas)
     with torch.no_grad():
         for name, clip in (clips or {}).items():
             posterior = view.vae.encode(clip.to(bench.latents.device), return_dict=False)[0]
             bench.clips[name] = posterior.mode().cpu()
-    bench.rounds(plan, rounds, progress, lambda: on_visit(result) if on_visit is not None else None)
+    bench.run_rounds(variants, rounds, progress, lambda: after_run(result) if after_run is not None else None)
     return result
 
 
+def _variants(
+    bench: _DecodeBenchmark,
+    groups: Mapping[str, list[Pass]],
+    peers: Sequence[Peer],
+    cumulative: bool,
+    leave_out: bool,
+) -> list[tuple[DecodeVariant, SetUp]]:
+    """The variants to measure; ``groups`` are the passes by what they change."""
+    variants: list[tuple[DecodeVariant, SetUp]] = []
+
+    def add(group: str, name: str, set_up: SetUp) -> None:
+        variants.append((DecodeVariant(f"{group}: {name}", decodes=group), set_up))
+
+    def with_passes(group: str, passes: Sequence[Pass]) -> SetUp:
+        return partial(bench.h3opt, group=group, passes=passes)
+
+    for group in (VIDEO, AUDIO):
+        add(group, "eager", partial(bench.eager, group=group))
+        for peer in peers if group == VIDEO else ():
+            add(group, peer.name, partial(bench.peer, peer=peer))
+        for name, passes in _pass_sets(groups[group], group == VIDEO, cumulative, leave_out):
+            add(group, name, with_passes(group, passes))
+    separate = [*groups[VIDEO], *groups[AUDIO]]
+    together = [(f"+ {added.name}", groups[BOTH][:count]) for count, added in enumerate(groups[BOTH], start=1)]
+    add(BOTH, "eager", partial(bench.eager, group=BOTH))
+    for name, passes in together:
+        add(BOTH, name, with_passes(BOTH, passes))
+    if separate:
+        add(BOTH, "passes of either", with_passes(BOTH, separate))
+        for name, passes in together:
+            add(BOTH, f"passes of either {name}", with_passes(BOTH, [*separate, *passes]))
+    return variants
+
+
 def _by_group(passes: Sequence[Pass], session: Session) -> dict[str, list[Pass]]:
-    """Passes by what they change: one of the decoders, or only the two together. Others are left out."""
+    """Sort passes by what they change: one of the decoders, or only both together. Other passes are left out."""
     view = session.view
     parts = {VIDEO: PipelineView(vae=view.vae), AUDIO: PipelineView(audio_vae=view.audio_vae)}
     parts[BOTH] = replace(view, transformer=None)
-    found: dict[str, list[Pass]] = {name: [] for name in parts}
-    for one in passes:
+    groups: dict[str, list[Pass]] = {name: [] for name in parts}
+    for candidate in passes:
         for name, part in parts.items():
-            if _changes(one, part, session, passes):
-                found[name].append(one)
+            if _changes(candidate, part, session, passes):
+                groups[name].append(candidate)
                 break
-    return found
+    return groups
 
 
-def _changes(one: Pass, part: PipelineView, session: Session, passes: Sequence[Pass]) -> bool:
-    if one.applies(session.device, part) is not None:
+def _changes(candidate: Pass, part: PipelineView, session: Session, passes: Sequence[Pass]) -> bool:
+    """Whether a pass has something to change in a part of the pipeline."""
+    if candidate.applies(session.device, part) is not None:
         return False
-    if isinstance(one, (FormatPass, SchedulePass)):
-        return one.expect(part) > 0
-    assert isinstance(one, GraphPass)
+    if isinstance(candidate, (FormatPass, SchedulePass)):
+        return candidate.expect(part) > 0
+    assert isinstance(candidate, GraphPass)
     regions = [
-        GraphFacts(region.name, region.holds or {region.name: 1}, _Each(), tuple(passes)) for region in part.regions()
+        GraphFacts(region.name, region.holds or {region.name: 1}, _OneOfEach(), tuple(passes))
+        for region in part.regions()
     ]
-    return any(one.expect(facts) != 0 for facts in regions)
+    return any(candidate.expect(facts) != 0 for facts in regions)
 
 
-class _Each(dict[Any, int]):
-    """Operators of a graph that is not captured yet: one of each, so that a pass that counts them finds some."""
+class _OneOfEach(dict[Any, int]):
+    """Operator counts of a graph that is not captured yet: 1 for every operator, so that a pass expects a site."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return 1
 
 
-def _steps(
+def _pass_sets(
     passes: Sequence[Pass], captured: bool, cumulative: bool, leave_out: bool
 ) -> list[tuple[str, Sequence[Pass]]]:
     """Named sets of passes to measure, the stricter promises first.
 
-    ``captured`` tells whether a capture without passes is something to measure.
+    ``captured`` tells whether graphs are captured there, so that capture without passes is measured too.
     """
     exact, rounding, others = strictest_first(passes)
-    chosen = [*exact, *rounding, *others]
-    found: list[tuple[str, Sequence[Pass]]] = [("h3opt, no pass", [])] if captured else []
+    ordered = [*exact, *rounding, *others]
+    sets: list[tuple[str, Sequence[Pass]]] = [("h3opt, no pass", [])] if captured else []
     if cumulative:
-        found += [(f"+ {one.name}", chosen[:count]) for count, one in enumerate(chosen, start=1)]
+        sets += [(f"+ {added.name}", ordered[:count]) for count, added in enumerate(ordered, start=1)]
     else:
-        found += [("h3opt, Exact passes", exact)] if exact and chosen != exact else []
-        found += [("h3opt, Exact and Rounding passes", [*exact, *rounding])] if rounding and others else []
-        found += [("h3opt, all passes", chosen)] if chosen else []
-    if leave_out and len(chosen) > 1:
-        found += [(f"all but {one.name}", [other for other in chosen if other is not one]) for one in chosen]
-    return found
+        sets += [("h3opt, Exact passes", exact)] if exact and ordered != exact else []
+        sets += [("h3opt, Exact and Rounding passes", [*exact, *rounding])] if rounding and others else []
+        sets += [("h3opt, all passes", ordered)] if ordered else []
+    if leave_out and len(ordered) > 1:
+        for omitted in ordered:
+            sets.append((f"all but {omitted.name}", [item for item in ordered if item is not omitted]))
+    return sets
 
 
 @dataclass
 class _Decoded:
-    """What one run made: sound in [-1, 1], and video as the VAE or (``in_range``) as the pipeline returns it."""
+    """The output of one decode: sound in [-1, 1], and video as the VAE or, if ``in_range``, the pipeline returns it."""
 
     video: torch.Tensor | None = None
     audio: torch.Tensor | None = None
@@ -294,14 +294,14 @@ class _Decoded:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [one for one in (self.video, self.audio) if one is not None]
+        return [tensor for tensor in (self.video, self.audio) if tensor is not None]
 
     def to(self, device: torch.device | str) -> _Decoded:
-        video, audio = (None if one is None else one.to(device) for one in (self.video, self.audio))
+        video, audio = (None if tensor is None else tensor.to(device) for tensor in (self.video, self.audio))
         return replace(self, video=video, audio=audio)
 
 
-class _Decodes(BenchmarkRunner[DecodeArm]):
+class _DecodeBenchmark(BenchmarkRunner[DecodeVariant]):
     def __init__(self, session: Session, inputs: Mapping[str, torch.Tensor], repeats: int) -> None:
         super().__init__(session, repeats)
         self.view = session.view
@@ -309,57 +309,53 @@ class _Decodes(BenchmarkRunner[DecodeArm]):
         self.clips: dict[str, torch.Tensor] = {}
         self.references: dict[str, _Decoded] = {}
         self.clip_references: dict[str, torch.Tensor] = {}
-        self._compiled: Any = None
 
-    def result(self, arms: list[DecodeArm], canvas: str) -> DecodeBench:
-        """With the sizes of the work, and no figures yet."""
+    def result(self, variants: list[DecodeVariant], canvas: str) -> DecodeBench:
+        """The result with the amount of work, and no figures yet."""
         vae, device = self.view.vae, self.latents.device
         plan = plan_decode(vae, self.latents.shape)
         tiles = len(plan.rows.sources) * len(plan.columns.sources)
-        area = sum(b - a for a, b in plan.rows.sources) * sum(b - a for a, b in plan.columns.sources)
+        area = sum(end - start for start, end in plan.rows.sources) * sum(
+            end - start for start, end in plan.columns.sources
+        )
         decoder, blocks = vae.decoder, minimax_h3.decoder_blocks(vae)
         frames = plan.chunks.sources[0][1]
         tokens = frames * area + tiles * (decoder.num_register_tokens + 1)
-        linears = [one for one in blocks.modules() if isinstance(one, torch.nn.Linear)]
-        weights = sum(one.in_features * one.out_features for one in linears)
-        attention = 4.0 * (tokens / tiles) * tokens * blocks[0].attn.to_q.out_features * len(blocks)
+        linears = [module for module in blocks.modules() if isinstance(module, torch.nn.Linear)]
+        weights = sum(linear.in_features * linear.out_features for linear in linears)
         return DecodeBench(
-            Device.of(device).name,
-            len(blocks),
-            canvas,
-            len(plan.tiles),
-            tiles,
-            copy_rate(device) if self.on_gpu else 0.0,
-            gemm_rate(device) if self.on_gpu else 0.0,
-            attention,
-            2.0 * tokens * weights,
-            arms,
-            self.top_kernels,
+            device=Device.of(device).name,
+            layers=len(blocks),
+            canvas=canvas,
+            tiles=len(plan.tiles),
+            profiled_tiles=tiles,
+            copy_tb_per_s=copy_rate(device) if self.on_gpu else 0.0,
+            gemm_tflops=gemm_rate(device) if self.on_gpu else 0.0,
+            attention_flop=4.0 * (tokens / tiles) * tokens * blocks[0].attn.to_q.out_features * len(blocks),
+            gemm_flop=2.0 * tokens * weights,
+            variants=variants,
+            top_kernels=self.top_kernels,
         )
 
-    def plain(self, undo: ExitStack, what: str) -> Callable[[], _Decoded]:
+    def eager(self, undo: ExitStack, group: str) -> Callable[[], _Decoded]:
         """The unmodified models."""
-        return partial(self.decode, what, self.view.vae)
+        return partial(self.decode, group, self.view.vae)
 
-    def compile(self, undo: ExitStack) -> Callable[[], _Decoded]:
-        """``torch.compile`` of each decoder block, in a copy of the video VAE that shares the weights."""
-        if self._compiled is None:
-            self._compiled = sharing_weights(self.view.vae)
-            for block in minimax_h3.decoder_blocks(self._compiled):
-                block.compile(fullgraph=True)
-        return partial(self.decode, VIDEO, self._compiled)
+    def peer(self, undo: ExitStack, peer: Peer) -> Callable[[], _Decoded]:
+        """The video VAE of a peer."""
+        return partial(self.decode, VIDEO, self.peer_model(peer, self.view.vae))
 
-    def h3opt(self, undo: ExitStack, what: str, passes: Sequence[Pass]) -> Callable[[], _Decoded]:
-        """h3opt with ``passes``."""
+    def h3opt(self, undo: ExitStack, group: str, passes: Sequence[Pass]) -> Callable[[], _Decoded]:
+        """The models with ``passes`` installed by h3opt."""
         self.session.install(passes)
         undo.callback(self.session.uninstall)
-        return partial(self.decode, what, self.view.vae)
+        return partial(self.decode, group, self.view.vae)
 
-    def decode(self, what: str, vae: Any, latents: torch.Tensor | None = None) -> _Decoded:
-        """Run once; other ``latents`` than the benchmark's if given."""
-        if what == VIDEO:
+    def decode(self, group: str, vae: Any, latents: torch.Tensor | None = None) -> _Decoded:
+        """Run one decode, of the benchmark's latents or of other video latents."""
+        if group == VIDEO:
             return _Decoded(video=vae.decode(self.latents if latents is None else latents, return_dict=False)[0])
-        if what == AUDIO:
+        if group == AUDIO:
             return _Decoded(audio=self.view.audio_vae.decode(self.audio_latents, return_dict=False)[0])
         values = {"latents": self.latents, "audio_latents": self.audio_latents, "output_type": "pt"}
         state = PipelineState(values)
@@ -369,38 +365,40 @@ class _Decodes(BenchmarkRunner[DecodeArm]):
         audio: Any = state.get("audio")
         return _Decoded(video, audio, in_range=True)
 
-    def profiled(self, arm: DecodeArm, work: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Of video, the first clip: a whole decode launches a hundred thousand kernels."""
-        if arm.decodes == BOTH:
+    def profiled(self, variant: DecodeVariant, work: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Of video, the first chunk of frames: a whole decode launches a hundred thousand kernels."""
+        if variant.decodes == BOTH:
             return None
-        if arm.decodes == AUDIO:
+        if variant.decodes == AUDIO:
             return work
         first = plan_decode(self.view.vae, self.latents.shape).chunks.sources[0][1]
         return partial(work, latents=self.latents[:, :, :first])
 
-    def check(self, arm: DecodeArm, out: _Decoded, work: Callable[..., _Decoded]) -> None:
-        if arm.decodes not in self.references:  # eager is the first of its group
-            self.references[arm.decodes] = out.to("cpu")
-        reference = self.references[arm.decodes].to(self.latents.device)
-        arm.differing, arm.error = distance(reference.tensors, out.tensors)
-        arm.lpips = self._lpips(reference, out)
+    def check(self, variant: DecodeVariant, out: _Decoded, work: Callable[..., _Decoded]) -> None:
+        if variant.decodes not in self.references:  # eager comes first in each group
+            self.references[variant.decodes] = out.to("cpu")
+        reference = self.references[variant.decodes].to(self.latents.device)
+        variant.differing, variant.error = compare_outputs(reference.tensors, out.tensors)
+        variant.lpips = self._lpips(reference, out)
         if reference.audio is not None and out.audio is not None and not reference.audio.equal(out.audio):
-            arm.audio_snr_db = float(audio_snr_db(reference.audio, out.audio).min())
-        if arm.decodes != VIDEO:
+            variant.audio_snr_db = float(audio_snr_db(reference.audio, out.audio).min())
+        if variant.decodes != VIDEO:
             return
         for name, latents in self.clips.items():
             decoded = work(latents=latents.to(self.latents.device))
             assert decoded.video is not None
             expected = self.clip_references.setdefault(name, decoded.video.cpu()).to(decoded.video.device)
-            per_frame = self._per_frame(_Decoded(expected), decoded)
+            per_frame = self._lpips_per_frame(_Decoded(expected), decoded)
             if per_frame is not None:
-                arm.clip_lpips[name], arm.clip_worst[name] = float(per_frame.mean()), float(per_frame.max())
+                variant.clip_lpips[name] = float(per_frame.mean())
+                variant.clip_worst[name] = float(per_frame.max())
 
     def _lpips(self, reference: _Decoded, out: _Decoded) -> float | None:
-        per_frame = self._per_frame(reference, out)
+        per_frame = self._lpips_per_frame(reference, out)
         return None if per_frame is None else float(per_frame.mean())
 
-    def _per_frame(self, reference: _Decoded, out: _Decoded) -> torch.Tensor | None:
+    def _lpips_per_frame(self, reference: _Decoded, out: _Decoded) -> torch.Tensor | None:
+        """LPIPS per frame; ``None`` without video, or where frames are too small for LPIPS."""
         if reference.video is None or out.video is None:
             return None
         if min(out.video.shape[-2:]) < LPIPS_MIN_SIZE:
@@ -410,7 +408,7 @@ class _Decodes(BenchmarkRunner[DecodeArm]):
         return lpips_per_frame(self._pixels(reference), self._pixels(out))
 
     def _pixels(self, decoded: _Decoded) -> torch.Tensor:
-        """``[1, frames, 3, height, width]`` in [0, 1]: what the pipeline's decode step makes of the VAE's output."""
+        """Pixels ``[1, frames, 3, height, width]`` in [0, 1], scaled as in the pipeline's decode step."""
         assert decoded.video is not None
         if decoded.in_range:
             return decoded.video

@@ -1,9 +1,11 @@
-"""Interleaved visits to the arms of a benchmark, and the tables they make."""
+"""Time the variants of a benchmark in turn, and hold the results that all benchmarks share.
+
+A *variant* is one way to run the same work: the unmodified model, a compiled model, h3opt with some passes. Variants
+are interleaved over several rounds, so that clock rates that drift with power and temperature drift for all of them.
+"""
 
 from __future__ import annotations
 
-import abc
-import copy
 import gc
 import statistics
 import time
@@ -15,31 +17,41 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from h3opt.bench.peers import Peer
+from h3opt.bench.table import Table
 from h3opt.compiler.session import Session
 from h3opt.environment import versions
 from h3opt.kernels import kernel_names
 from h3opt.metrics.bits import bits_equal
 
 Progress = Callable[[str, int, int], None]
+"""Called as ``progress(variant, done, total)`` before each run of a variant."""
+
+SetUp = Callable[[ExitStack], Callable[[], Any]]
+"""Puts a variant in place, registers with the stack how to remove it, and returns the work to time."""
+
+KERNEL_KINDS = ("attention", "gemm", "h3opt", "other")
+"""The kinds that a profiler's kernels are sorted into."""
 
 
 @dataclass
-class Arm:
-    """One way to run the transformer.
+class Variant:
+    """One way to run the work, and its figures.
 
     Attributes:
-        name: as it stands in the table.
-        milliseconds: of one forward, median over all rounds; one entry per round in ``rounds``.
-        install_seconds: to put the arm in place; weights that leave the GPU or change their format are most of it.
-        first_call_seconds: of the first forward, capture and compilation included.
-        peak_gib: most memory allocated during a forward, and what replayed CUDA graphs work in.
-        differing: elements of video and audio velocity whose bits differ from eager's.
-        error: ``‖out − eager‖ / ‖eager‖`` over both velocities.
-        block_error: the same of what the first block adds to its input.
-        kernels: h3opt kernel → (launches seen by the profiler, launches the report expects).
-        spent: milliseconds of a forward in ``attention``, ``gemm``, ``h3opt`` kernels and ``other`` kernels.
-        gib_moved: what h3opt's kernels read and write in a forward, every operand once.
-        failure: why the arm has no figures.
+        name: shown in the tables.
+        rounds: milliseconds of one run of the work, one entry for each round.
+        install_seconds: time to put the variant in place. Moving weights off the GPU and changing their format take
+            most of it.
+        first_call_seconds: time of the first run, with capture and compilation.
+        peak_gib: the most memory allocated during a run, with the memory that recorded CUDA graphs work in.
+        differing: output elements that differ from eager in any bit.
+        error: ``‖out − eager‖ / ‖eager‖`` over all outputs.
+        block_error: the same ratio for what the first block adds to its input.
+        kernels: name of an h3opt kernel → (launches that the profiler saw, launches that the report expects).
+        spent: milliseconds of a profiled run by kind of kernel, see :data:`KERNEL_KINDS`.
+        gib_moved: what h3opt's kernels read and write in a profiled run; every operand counts once.
+        failure: why the variant has no figures.
     """
 
     name: str
@@ -57,14 +69,15 @@ class Arm:
 
     @property
     def milliseconds(self) -> float | None:
+        """The median over all rounds; ``None`` before the first round."""
         return statistics.median(self.rounds) if self.rounds else None
 
 
-class ArmTables(ABC):
-    """What the results of all suites show alike: kinds of kernels, and arms as JSON-ready types."""
+class BenchResult(ABC):
+    """What the results of all benchmarks share: the tables, and a form for JSON."""
 
     device: str
-    arms: Any  # the arms of the suite
+    variants: Any  # a list of Variant, or of a subclass
     copy_tb_per_s: float
     attention_flop: float
     gemm_flop: float
@@ -75,124 +88,153 @@ class ArmTables(ABC):
         """What was measured."""
 
     @abstractmethod
-    def markdown(self) -> str:
-        """The table for docs/benchmarks."""
+    def table(self) -> Table:
+        """The times, ratios and differences of all variants."""
 
-    def arm(self, name: str) -> Any:
-        """The first arm called ``name``, or ``None``."""
-        return next((arm for arm in self.arms if arm.name == name), None)
+    @property
+    def preface(self) -> str:
+        """The line above the table on the console."""
+        return self.title
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready types."""
-        arms = [{**asdict(arm), "milliseconds": arm.milliseconds} for arm in self.arms]
-        return {**asdict(self), "arms": arms, "versions": versions()}  # type: ignore[call-overload]
+    @property
+    def kernels_title(self) -> str:
+        """A sentence above the table of kernels; may be empty."""
+        return ""
 
-    def profiled_share(self, arm: Any) -> float:
-        """How much of an arm's work the profiler saw."""
+    def variant(self, name: str) -> Any:
+        """The first variant of this name, or ``None``."""
+        return next((variant for variant in self.variants if variant.name == name), None)
+
+    def profiled_share(self, variant: Any) -> float:
+        """The share of a variant's work that ran under the profiler."""
         return 1.0
 
-    def flop(self, arm: Any) -> tuple[float, float]:
-        """Of attention and matrix products in what the profiler saw; zero where they are not counted."""
+    def flop(self, variant: Any) -> tuple[float, float]:
+        """Floating point operations of attention and of matrix products under the profiler; 0 if not counted."""
         return self.attention_flop, self.gemm_flop
 
-    def kernels_markdown(self) -> str:
-        """Where the time of each arm goes, and at what rate."""
-        lines = [
-            "| arm | attention ms (TFLOP/s) | GEMM ms (TFLOP/s) | h3opt kernels ms (of copy rate) | other ms |",
-            "|---|---|---|---|---|",
-        ]
-        for arm in self.arms:
-            if not arm.spent:
-                continue
-            rates = [
-                f"{arm.spent[kind]:.2f}" + (f" ({flop / max(arm.spent[kind], 1e-9) / 1e9:.0f})" if flop else "")
-                for kind, flop in zip(("attention", "gemm"), self.flop(arm), strict=True)
-            ]
-            moved = "–"
-            if arm.spent["h3opt"]:
-                share = arm.gib_moved * 2**30 / (arm.spent["h3opt"] / 1e3) / (self.copy_tb_per_s * 1e12)
-                moved = f"{arm.spent['h3opt']:.2f} ({share:.0%})"
-            lines.append(f"| {arm.name} | {' | '.join(rates)} | {moved} | {arm.spent['other']:.2f} |")
-        return "\n".join(lines)
+    def kernels_table(self) -> Table:
+        """Where the time of each profiled variant went, and at what rate."""
+        heads = (
+            "variant",
+            "attention ms (TFLOP/s)",
+            "GEMM ms (TFLOP/s)",
+            "h3opt kernels ms (of copy rate)",
+            "other ms",
+        )
+        return Table(heads, [self._kernels_row(variant) for variant in self.variants if variant.spent])
 
     def miscounts(self) -> list[str]:
-        """Kernels that did not run as often as their graphs have them."""
+        """Sentences about kernels that did not run as often as their graphs contain them."""
         return [
-            f"{arm.name}: {kernel} ran {ran} times, not {expected}"
-            for arm in self.arms
-            for kernel, (ran, expected) in arm.kernels.items()
+            f"{variant.name}: {kernel} ran {ran} times, not {expected}"
+            for variant in self.variants
+            for kernel, (ran, expected) in variant.kernels.items()
             if ran != expected
         ]
 
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON-ready types."""
+        variants = [{**asdict(variant), "milliseconds": variant.milliseconds} for variant in self.variants]
+        return {**asdict(self), "variants": variants, "versions": versions()}  # type: ignore[call-overload]
 
-AnyArm = TypeVar("AnyArm", bound=Arm)
+    def markdown(self) -> str:
+        """Both tables as Markdown, for docs/benchmarks."""
+        parts = [self.table().markdown()]
+        if (kernels := self.kernels_table()).rows:
+            parts += [self.kernels_title, kernels.markdown()]
+        return "\n\n".join(part for part in parts if part)
+
+    def __str__(self) -> str:
+        parts = [self.preface, str(self.table())]
+        if (kernels := self.kernels_table()).rows:
+            parts += ["", *([self.kernels_title] if self.kernels_title else []), str(kernels)]
+        return "\n".join([*parts, *self.miscounts()])
+
+    def _kernels_row(self, variant: Variant) -> list[str]:
+        rates = [
+            f"{variant.spent[kind]:.2f}" + (f" ({flop / max(variant.spent[kind], 1e-9) / 1e9:.0f})" if flop else "")
+            for kind, flop in zip(("attention", "gemm"), self.flop(variant), strict=True)
+        ]
+        moved = "–"
+        if variant.spent["h3opt"]:
+            share = variant.gib_moved * 2**30 / (variant.spent["h3opt"] / 1e3) / (self.copy_tb_per_s * 1e12)
+            moved = f"{variant.spent['h3opt']:.2f} ({share:.0%})"
+        return [variant.name, *rates, moved, f"{variant.spent['other']:.2f}"]
 
 
-SetUp = Callable[[ExitStack], Callable[[], Any]]
-"""Puts an arm in place, says how to take it off, and returns what runs it once."""
+AnyVariant = TypeVar("AnyVariant", bound=Variant)
 
 
-class BenchmarkRunner(abc.ABC, Generic[AnyArm]):
-    """Switches between arms, times them, and asks a profiler once for each.
+class BenchmarkRunner(ABC, Generic[AnyVariant]):
+    """Put variants in place in turn, time them, and profile each of them once.
 
     Args:
-        session: what h3opt's passes are installed in.
-        repeats: timed runs per visit, back to back.
+        session: where h3opt's passes are installed.
+        repeats: timed runs of a variant in each round, back to back.
     """
 
     def __init__(self, session: Session, repeats: int) -> None:
         self.session, self.repeats = session, repeats
         self.on_gpu = session.device.type == "cuda"
         self.top_kernels: dict[str, list[tuple[str, float, float]]] = {}
+        self._peer_models: dict[str, Any] = {}
 
-    @abc.abstractmethod
-    def check(self, arm: AnyArm, out: Any, work: Callable[[], Any]) -> None:
-        """Compare an arm's first output with eager's."""
+    @abstractmethod
+    def check(self, variant: AnyVariant, out: Any, work: Callable[[], Any]) -> None:
+        """Compare a variant's first output with eager's output."""
 
-    def profiled(self, arm: AnyArm, work: Callable[[], Any]) -> Callable[[], Any] | None:
-        """What to run under the profiler: ``work``, a part of it, or nothing."""
+    def profiled(self, variant: AnyVariant, work: Callable[[], Any]) -> Callable[[], Any] | None:
+        """The work to run under the profiler: all of ``work``, a part of it, or ``None`` for nothing."""
         return work
 
-    def rounds(
+    def peer_model(self, peer: Peer, model: Any) -> Any:
+        """The model of a peer, which is built at the first call and kept for later rounds."""
+        if peer.name not in self._peer_models:
+            self._peer_models[peer.name] = peer.set_up(model)
+        return self._peer_models[peer.name]
+
+    def run_rounds(
         self,
-        plan: Sequence[tuple[AnyArm, SetUp]],
+        variants: Sequence[tuple[AnyVariant, SetUp]],
         rounds: int,
         progress: Progress | None,
-        visited: Callable[[], None],
+        after_run: Callable[[], None],
     ) -> None:
-        """Visit every arm, ``rounds`` times."""
+        """Run every variant once a round; a variant that failed is not run again."""
         with torch.no_grad():
-            for visit in range(rounds):
-                for number, (arm, enter) in enumerate(plan):
+            for number in range(rounds):
+                for position, (variant, set_up) in enumerate(variants):
                     if progress is not None:
-                        progress(arm.name, visit * len(plan) + number, rounds * len(plan))
-                    if arm.failure is None:
-                        self.visit(arm, enter, first=visit == 0)
-                    visited()
+                        progress(variant.name, number * len(variants) + position, rounds * len(variants))
+                    if variant.failure is None:
+                        self.run_variant(variant, set_up, first=number == 0)
+                    after_run()
 
-    def visit(self, arm: AnyArm, enter: SetUp, first: bool) -> None:
-        """Switch to an arm, check it on the first visit, time it, and switch back."""
+    def run_variant(self, variant: AnyVariant, set_up: SetUp, first: bool) -> None:
+        """Put a variant in place, compare its output in the first round, time it, and remove it."""
         try:
             with ExitStack() as undo:
                 started = time.perf_counter()
-                work = enter(undo)
+                work = set_up(undo)
                 self._synchronize()
                 installed = time.perf_counter()
                 out = work()
                 self._synchronize()
                 if first:
-                    arm.install_seconds, arm.first_call_seconds = installed - started, time.perf_counter() - installed
-                    self.check(arm, out, work)
+                    variant.install_seconds = installed - started
+                    variant.first_call_seconds = time.perf_counter() - installed
+                    self.check(variant, out, work)
                 del out
                 if self.on_gpu:
                     torch.cuda.reset_peak_memory_stats()
-                arm.rounds.append(self._time(work))
+                variant.rounds.append(self._time(work))
                 if self.on_gpu:
-                    arm.peak_gib = (torch.cuda.max_memory_allocated() + _idle_in_graphs()) / 2**30
-                    if first and (part := self.profiled(arm, work)) is not None:
-                        self._profile(arm, part)
-        except Exception as error:  # one arm must not cost the others their figures; the table shows it
-            arm.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                    variant.peak_gib = (torch.cuda.max_memory_allocated() + _bytes_of_cuda_graphs()) / 2**30
+                    if first and (part := self.profiled(variant, work)) is not None:
+                        self._profile(variant, part)
+        except Exception as error:  # the other variants keep their figures; the table shows this error
+            variant.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
@@ -202,13 +244,13 @@ class BenchmarkRunner(abc.ABC, Generic[AnyArm]):
             torch.cuda.synchronize()
 
     def _time(self, work: Callable[[], Any]) -> float:
-        """Milliseconds of a run, of several back to back as in a denoising loop: the host may run ahead of the GPU."""
+        """Milliseconds of one run. Runs are back to back as in a denoising loop: the host may run ahead of the GPU."""
         if not self.on_gpu:
             started = time.perf_counter()
             for _ in range(self.repeats):
                 work()
             return (time.perf_counter() - started) * 1e3 / self.repeats
-        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(self.repeats):
             work()
@@ -216,34 +258,34 @@ class BenchmarkRunner(abc.ABC, Generic[AnyArm]):
         torch.cuda.synchronize()
         return start.elapsed_time(end) / self.repeats
 
-    def _profile(self, arm: AnyArm, work: Callable[[], Any]) -> None:
-        before, moved = self.session.operators_run(), self.session.bytes_moved()
+    def _profile(self, variant: AnyVariant, work: Callable[[], Any]) -> None:
+        runs_before, bytes_before = self.session.operators_run(), self.session.bytes_moved()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             work()
             torch.cuda.synchronize()
         events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-        self.top_kernels[arm.name] = [
+        self.top_kernels[variant.name] = [
             (event.key[:90], event.count, event.self_device_time_total / 1e3) for event in events[:14]
         ]
-        arm.spent = dict.fromkeys(("attention", "gemm", "h3opt", "other"), 0.0)
+        variant.spent = dict.fromkeys(KERNEL_KINDS, 0.0)
         for event in events:
-            arm.spent[_kind_of(event.key)] += event.self_device_time_total / 1e3
-        arm.gib_moved = (self.session.bytes_moved() - moved) / 2**30
+            variant.spent[_kind_of(event.key)] += event.self_device_time_total / 1e3
+        variant.gib_moved = (self.session.bytes_moved() - bytes_before) / 2**30
         if self.session.installed:
             launches = {event.key: event.count for event in events}
-            for operator, ran in self.session.operators_run().items():
-                kernel, expected = kernel_names.get(operator), ran - before[operator]
+            for operator, runs in self.session.operators_run().items():
+                kernel = kernel_names.get(operator)
                 if kernel is not None:
-                    arm.kernels[kernel] = (launches.get(kernel, 0), expected)
+                    variant.kernels[kernel] = (launches.get(kernel, 0), runs - runs_before[operator])
 
 
-def distance(reference: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> tuple[int, float]:
-    """Elements that differ, and ``‖out − reference‖ / ‖reference‖``, over several tensors."""
+def compare_outputs(reference: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> tuple[int, float]:
+    """Count the elements that differ in any bit, and compute ``‖out − reference‖ / ‖reference‖`` over all tensors."""
     pairs = list(zip(reference, out, strict=True))
-    differing = sum(bits_equal(one, other).differing for one, other in pairs)
-    apart = sum(float((one.double() - other.double()).square().sum()) for one, other in pairs)
-    size = sum(float(one.double().square().sum()) for one, _ in pairs)
-    return differing, (apart / size) ** 0.5
+    differing = sum(bits_equal(left, right).differing for left, right in pairs)
+    squared_error = sum(float((left.double() - right.double()).square().sum()) for left, right in pairs)
+    squared_norm = sum(float(left.double().square().sum()) for left, _ in pairs)
+    return differing, (squared_error / squared_norm) ** 0.5
 
 
 def _kind_of(kernel: str) -> str:
@@ -255,14 +297,7 @@ def _kind_of(kernel: str) -> str:
     return "gemm" if any(word in name for word in ("gemm", "nvjet", "cutlass", "xmma", "cublas")) else "other"
 
 
-def _idle_in_graphs() -> int:
-    """Bytes that recorded CUDA graphs work in: the allocator counts them as free unless one is being recorded."""
-    segments = torch.cuda.memory_snapshot()
-    idle = (one["total_size"] - one["allocated_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
-    return sum(idle)
-
-
-def sharing_weights(model: Any) -> Any:
-    """A copy of the module tree whose parameters and buffers are the original's, not copies of them."""
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    return copy.deepcopy(model, shared)
+def _bytes_of_cuda_graphs() -> int:
+    """Bytes in the memory pools of recorded CUDA graphs, which the allocator counts as free outside a recording."""
+    pools = [pool for pool in torch.cuda.memory_snapshot() if tuple(pool["segment_pool_id"]) != (0, 0)]
+    return sum(pool["total_size"] - pool["allocated_size"] for pool in pools)

@@ -1,9 +1,11 @@
-"""Every kernel at H3's real geometry: bits against eager, then time against eager, torch.compile and the bytes' floor.
+"""Benchmark every kernel at MiniMax-H3's real geometry, on a CUDA device.
 
     python -m h3opt.bench.kernels [--tokens N] [--only NAME ...] [--no-compile] [--tune] [--json PATH]
 
-`--tune` also times each kernel's launch choices (and checks their bits): the constants at the top of norm.py,
-quantize.py, swiglu.py and rope.py come from it. A kernel that fails is reported and the rest go on.
+Each kernel is compared with eager bit for bit, then timed against eager, torch.compile, and the time in which a copy
+moves the same number of bytes (the *floor*). ``--tune`` also times the launch parameters of each kernel and checks
+their bits; the constants at the top of norm.py, quantize.py, swiglu.py and rope.py come from it. A kernel that fails is
+reported, and the others still run.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from typing import Any
 import torch
 
 from h3opt.bench.kernel_inputs import DTYPES, SPECIALS, differing, op_inputs
+from h3opt.bench.rates import copy_rate
 from h3opt.kernels import DEFINITIONS, OPERATORS, kernel_names, ops
 
 # MiniMax-H3: hidden size, heads, head_dim, feed-forward size, rows of a modulation table (3 timesteps x 3 modalities).
 HIDDEN, HEADS, HEAD_DIM, FEED_FORWARD, TABLE_ROWS = 5376, 56, 128, 14336, 9
 
-
 EXACT = [name for name in kernel_names if name not in ops.CLOSE]
-
+"""The operators with kernels that give the bits of their definitions."""
 
 DECODER_OPS = (
     "scaled_residual",
@@ -37,7 +39,7 @@ DECODER_OPS = (
     "wide_norm",
     "wide_norm_quantize",
 )
-
+"""The operators of the video decoder, which has other widths than the transformer."""
 
 COLUMNS = {
     "quantize_rows": HEADS * HEAD_DIM,
@@ -50,15 +52,16 @@ COLUMNS = {
     "quantize_heads": HEAD_DIM,
     "dynamic_head_scale": HEAD_DIM,
 }
+"""Operator → columns of the input, where they are not :data:`HIDDEN`."""
 
 
 def real_inputs(name: str, tokens: int) -> tuple:
-    """bf16 arguments of an operator at real geometry."""
+    """Random bf16 arguments of an operator at real geometry."""
     return op_inputs(name, tokens, COLUMNS.get(name, HIDDEN), TABLE_ROWS, device="cuda", heads=HEADS)
 
 
-def variants(name: str) -> dict[str, Callable]:
-    """Launch choices of a kernel: label -> callable with the operator's arguments."""
+def launch_variants(name: str) -> dict[str, Callable]:
+    """The launch parameters to try for a kernel: label → callable with the arguments of the operator."""
     from h3opt.kernels.ops import attention
     from h3opt.kernels.triton_kernels import norm, quantize, rope, swiglu, wide_norm
 
@@ -101,25 +104,17 @@ def variants(name: str) -> dict[str, Callable]:
 
 
 def bytes_moved(args: tuple, out: Any) -> int:
-    """Bytes that must move: every argument read once, every result written once."""
+    """Count the bytes that a kernel must move: every argument is read once, every result is written once."""
     outputs = out if isinstance(out, tuple) else (out,)
     tensors = [t for t in (*args, *outputs) if isinstance(t, torch.Tensor)]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def copy_rate() -> float:
-    """Bytes per second of a device copy of 1 GiB, reads and writes counted."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    seconds = time_arms({"copy": lambda: target.copy_(source)}, samples=15)["copy"] / 1e3
-    return 2 * source.numel() / seconds
-
-
-def time_arms(arms: dict[str, Callable[[], Any]], samples: int = 11) -> dict[str, float]:
-    """Median milliseconds of each arm, arms taken in turn. A spin on the device hides the launch overhead."""
-    times: dict[str, list[float]] = {name: [] for name in arms}
+def time_variants(variants: dict[str, Callable[[], Any]], samples: int = 11) -> dict[str, float]:
+    """Median milliseconds of each variant, interleaved; a spin on the device before each call hides launch overhead."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for sample in range(samples + 2):
-        for name, call in arms.items():
+        for name, call in variants.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(400_000)
             start.record()
@@ -132,7 +127,7 @@ def time_arms(arms: dict[str, Callable[[], Any]], samples: int = 11) -> dict[str
 
 
 def edge_mismatches(name: str) -> int:
-    """Differing elements over small odd shapes, all dtypes, NaN and inf rows."""
+    """Count differing elements over small odd shapes, all dtypes, and rows with NaN and infinities."""
     widths = (20, 64, 128) if COLUMNS.get(name) == HEAD_DIM else (36, 1028, HIDDEN)
     total = 0
     for columns, dtype, special in itertools.product(widths, DTYPES, SPECIALS):
@@ -142,7 +137,7 @@ def edge_mismatches(name: str) -> int:
 
 
 def measure(name: str, tokens: int, rate: float, compiled: bool) -> dict[str, Any]:
-    """One row of the table."""
+    """Compare and time a kernel; ``rate`` is that of a copy in bytes per second. Returns a row of the table."""
     args = real_inputs(name, tokens)
     op, definition = OPERATORS[name], DEFINITIONS[name]
     expected = definition(*args)
@@ -151,34 +146,34 @@ def measure(name: str, tokens: int, rate: float, compiled: bool) -> dict[str, An
     row["elements"] = sum(t.numel() for t in (expected if isinstance(expected, tuple) else (expected,)))
     del expected
     row["edge_mismatches"] = edge_mismatches(name)
-    arms = {"fused": lambda: op(*args), "eager": lambda: definition(*args)}
+    variants = {"fused": lambda: op(*args), "eager": lambda: definition(*args)}
     if compiled:
         try:
             inductor = torch.compile(definition, dynamic=False)
             inductor(*args)
-            arms["compile"] = lambda: inductor(*args)
+            variants["compile"] = lambda: inductor(*args)
         except Exception as error:
             print(f"{name}: torch.compile failed: {last_line(error)}", flush=True)
-    times = time_arms(arms)
-    row |= {f"{arm}_ms": ms for arm, ms in times.items()}
+    times = time_variants(variants)
+    row |= {f"{variant}_ms": ms for variant, ms in times.items()}
     row["over_floor"] = times["fused"] / row["floor_ms"]
     return row
 
 
 def tune(name: str, tokens: int, floor_ms: float) -> list[dict[str, Any]]:
-    """Every launch choice of a kernel, fastest first."""
+    """Compare and time all launch parameters of a kernel; prints and returns them, fastest first."""
     args = real_inputs(name, tokens)
     expected = DEFINITIONS[name](*args)
-    arms: dict[str, Callable[[], Any]] = {}
+    variants: dict[str, Callable[[], Any]] = {}
     rows: list[dict[str, Any]] = []
-    for label, call in variants(name).items():
+    for label, call in launch_variants(name).items():
         try:
             rows.append({"choice": label, "mismatches": differing(call(*args), expected)})
-            arms[label] = partial(call, *args)
+            variants[label] = partial(call, *args)
         except Exception as error:
             print(f"{name} {label}: failed: {last_line(error)}", flush=True)
     del expected
-    times = time_arms(arms, samples=7)
+    times = time_variants(variants, samples=7)
     for row in rows:
         row["ms"] = times[row["choice"]]
     rows.sort(key=lambda row: row["ms"])
@@ -190,11 +185,13 @@ def tune(name: str, tokens: int, floor_ms: float) -> list[dict[str, Any]]:
 
 
 def last_line(error: BaseException) -> str:
+    """The type of an error and the last line of its message, which names the cause in compiler errors."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[-1][:200]}"
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
+    """Render the rows as text."""
     head = f"{'kernel':32s} {'fused':>7s} {'floor':>7s} {'x floor':>7s} {'eager':>7s} {'compile':>7s}  differing"
     lines = [head]
     for name, row in rows.items():
@@ -212,11 +209,12 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 @torch.inference_mode()
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; returns 1 if a kernel failed or has other bits, 2 without a CUDA device."""
     parser = argparse.ArgumentParser(prog="python -m h3opt.bench.kernels", description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=19328, help="19328 is 544x960, 124 frames")
-    parser.add_argument("--only", nargs="+", choices=EXACT, default=EXACT, metavar="NAME")
-    parser.add_argument("--no-compile", action="store_true", help="leave out the torch.compile arm")
-    parser.add_argument("--tune", action="store_true", help="time every launch choice")
+    parser.add_argument("--only", nargs="+", choices=EXACT, default=EXACT, metavar="NAME", help="kernels to run")
+    parser.add_argument("--no-compile", action="store_true", help="do not time torch.compile")
+    parser.add_argument("--tune", action="store_true", help="also time all launch parameters")
     parser.add_argument("--json", metavar="PATH", help="write the figures here")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -226,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
     import triton
 
     began = time.time()
-    rate = copy_rate()
+    rate = copy_rate(torch.device("cuda")) * 1e12
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, triton {triton.__version__}, copy {rate / 1e12:.2f} TB/s", flush=True)
     rows: dict[str, dict[str, Any]] = {}

@@ -1,11 +1,12 @@
-"""What each pass is worth on this GPU: the transformer at its real geometry, arm against arm in one run.
+"""Benchmark the transformer at its real geometry: eager, peers, and h3opt pass by pass, in one run.
 
-Arms are the unmodified model, ``compile_repeated_blocks``, torchao's row-wise FP8 with it (if torchao is installed),
-and h3opt: captured without passes, then pass by pass cumulatively, and each pass left out. Arms are interleaved over
-several rounds, so that clocks that drift with power drift for all of them; only ratios within one run mean anything.
+The variants are the unmodified model, the peers (``compile_repeated_blocks``, torchao's row-wise FP8), and h3opt:
+captured without passes, then with passes added one by one, and with each pass left out. Only ratios within one run
+mean something, see :mod:`h3opt.bench.harness`.
 
-A profiler says where each arm's time goes: attention and matrix products against the rates they reach, h3opt's own
-kernels against the bytes they must move, and that every kernel of a rewritten graph ran as often as the graph has it.
+A profiler says where the time of each variant goes: attention and matrix products against the rates they reach,
+h3opt's own kernels against the bytes they must move. It also checks that every kernel of a rewritten graph ran as
+often as the graph contains it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from typing import Any
 
 import torch
 
-from h3opt.bench.harness import Arm, ArmTables, BenchmarkRunner, Progress, distance, sharing_weights
-from h3opt.bench.peers import PEERS
+from h3opt.bench.harness import BenchmarkRunner, BenchResult, Progress, Variant, compare_outputs
+from h3opt.bench.peers import TRANSFORMER_PEERS, Peer, choose_peers
 from h3opt.bench.rates import copy_rate, gemm_rate
+from h3opt.bench.table import Table, format_cell
 from h3opt.compiler.optimize import prepare
 from h3opt.compiler.session import Session
 from h3opt.device import Device
-from h3opt.errors import DeviceError, PipelineError, nearest
+from h3opt.errors import DeviceError
 from h3opt.metrics.bits import relative_error
 from h3opt.pass_api.base import Pass
 from h3opt.pass_api.ordering import strictest_first
@@ -33,13 +35,18 @@ from h3opt.pipeline.minimax_h3 import ADALN_PROJECTION, transformer_blocks
 
 
 @dataclass
-class TransformerBench(ArmTables):
+class TransformerBench(BenchResult):
     """The result of :func:`bench_transformer`.
 
     Attributes:
+        device: name of the GPU.
+        layers: number of transformer blocks.
+        canvas: size of the request, in words.
+        tokens: length of the packed sequence.
         copy_tb_per_s, gemm_tflops: measured ceilings, see :func:`copy_rate` and :func:`gemm_rate`.
-        attention_flop, gemm_flop: of one forward's blocks.
-        top_kernels: by arm, the longest kernels as (name, launches, milliseconds).
+        attention_flop, gemm_flop: floating point operations of one forward's blocks.
+        variants: the figures.
+        top_kernels: variant → its longest kernels as (name, launches, milliseconds).
     """
 
     device: str
@@ -50,55 +57,45 @@ class TransformerBench(ArmTables):
     gemm_tflops: float
     attention_flop: float
     gemm_flop: float
-    arms: list[Arm]
+    variants: list[Variant]
     top_kernels: dict[str, list[tuple[str, float, float]]]
 
     @property
     def title(self) -> str:
         return f"{self.device}, {self.layers} blocks, {self.canvas}, {self.tokens} tokens"
 
-    def markdown(self) -> str:
-        """The table for docs/benchmarks."""
-        lines = [
-            "| arm | ms per forward | ms per block | over eager | over compile | over torchao FP8 | install s "
-            "| first call s | peak GiB | elements that differ from eager | relative error | of the first block |",
-            "|---|---|---|---|---|---|---|---|---|---|---|---|",
-        ]
-        for arm in self.arms:
-            if (ms := arm.milliseconds) is None:
-                lines.append(f"| {arm.name} | {arm.failure} | | | | | | | | | | |")
-                continue
-            ratios = " | ".join(self._ratios(ms))
-            lines.append(
-                f"| {arm.name} | {ms:.1f} | {ms / self.layers:.2f} | {ratios} | {arm.install_seconds:.1f} "
-                f"| {arm.first_call_seconds:.1f} | {arm.peak_gib:.1f} | {arm.differing} | {arm.error:.4f} "
-                f"| {arm.block_error:.4f} |"
-            )
-        return "\n".join(lines)
+    @property
+    def preface(self) -> str:
+        return f"{self.title}; copy {self.copy_tb_per_s:.2f} TB/s, bf16 GEMM {self.gemm_tflops:.0f} TFLOP/s"
 
-    def _ratios(self, milliseconds: float) -> list[str]:
-        base = [self.arm(name) for name in ("eager", "compile", "torchao fp8 + compile")]
-        times = [arm.milliseconds if arm is not None else None for arm in base]
-        return ["–" if time is None else f"{time / milliseconds:.3f}" for time in times]
+    def table(self) -> Table:
+        heads = (
+            "variant", "ms per forward", "ms per block", "over eager", "over compile", "over torchao FP8", "install s",
+            "first call s", "peak GiB", "elements that differ from eager", "relative error", "of the first block",
+        )  # fmt: skip
+        return Table(heads, [self._row(variant) for variant in self.variants])
 
-    def __str__(self) -> str:
-        lines = [
-            f"{self.title}; copy {self.copy_tb_per_s:.2f} TB/s, bf16 GEMM {self.gemm_tflops:.0f} TFLOP/s",
-            f"{'arm':44s} {'ms':>9s} {'/block':>7s} {'eager/x':>8s} {'compile/x':>9s} {'torchao/x':>9s} "
-            f"{'install':>8s} {'first s':>8s} {'GiB':>6s} {'differ':>10s} {'error':>8s} {'block':>8s}",
+    def _row(self, variant: Variant) -> list[str]:
+        milliseconds = variant.milliseconds
+        if milliseconds is None:
+            return [variant.name, variant.failure or "not run"]
+        return [
+            variant.name,
+            f"{milliseconds:.1f}",
+            f"{milliseconds / self.layers:.2f}",
+            *(self._speedup(milliseconds, name) for name in ("eager", "compile", "torchao fp8 + compile")),
+            format_cell(variant.install_seconds, ".1f"),
+            format_cell(variant.first_call_seconds, ".1f"),
+            format_cell(variant.peak_gib, ".1f"),
+            format_cell(variant.differing, "d"),
+            format_cell(variant.error, ".4f"),
+            format_cell(variant.block_error, ".4f"),
         ]
-        for arm in self.arms:
-            ms = arm.milliseconds
-            if ms is None:
-                lines.append(f"{arm.name:44s} {arm.failure}")
-                continue
-            ratios = self._ratios(ms)
-            lines.append(
-                f"{arm.name:44s} {ms:9.2f} {ms / self.layers:7.2f} {ratios[0]:>8s} {ratios[1]:>9s} {ratios[2]:>9s} "
-                f"{arm.install_seconds:8.1f} {arm.first_call_seconds:8.1f} {arm.peak_gib:6.1f} {arm.differing:10d} "
-                f"{arm.error:8.4f} {arm.block_error:8.4f}"
-            )
-        return "\n".join([*lines, "", self.kernels_markdown(), *self.miscounts()])
+
+    def _speedup(self, milliseconds: float, name: str) -> str:
+        base = self.variant(name)
+        time = None if base is None else base.milliseconds
+        return format_cell(None if time is None else time / milliseconds, ".3f")
 
 
 def bench_transformer(
@@ -111,131 +108,129 @@ def bench_transformer(
     forwards: int = 3,
     cumulative: bool = True,
     leave_out: bool = False,
-    peers: Sequence[str] = ("compile", "torchao fp8 + compile"),
+    peers: Sequence[str] = tuple(peer.name for peer in TRANSFORMER_PEERS),
     profile: str = "auto",
     progress: Progress | None = None,
-    on_visit: Callable[[TransformerBench], None] | None = None,
+    after_run: Callable[[TransformerBench], None] | None = None,
 ) -> TransformerBench:
-    """Time the transformer in every arm.
+    """Time the transformer in every variant.
 
     Args:
-        transformer: on a CUDA device, unmodified; left as found.
+        transformer: an unmodified transformer on a CUDA device; it is left unmodified.
         inputs: keyword arguments of one forward.
-        passes: measured cumulatively, first the Exact ones that need no other, in their running order.
-        canvas: named in the result.
-        rounds: interleaved visits to every arm.
-        forwards: timed forwards per visit, back to back, after one that is not.
-        cumulative: measure every step on the way to all passes, not just the Exact ones together and all.
-        leave_out: also measure all passes but one, for each.
-        peers: which of the peers to run.
-        profile: for the options of passes given by name.
-        progress: told before each visit.
-        on_visit: gets the result so far after each visit, so that a run that is cut short leaves what it found.
+        passes: measured cumulatively, first the Exact passes that need no other pass, in their running order.
+        canvas: size of the request, named in the result.
+        rounds: how often every variant is run, interleaved.
+        forwards: timed forwards of a variant in each round, back to back, after one forward that is not timed.
+        cumulative: measure every step on the way to all passes, not only the Exact passes together and all passes.
+        leave_out: also measure all passes without one, for each pass.
+        peers: names of :data:`h3opt.bench.peers.TRANSFORMER_PEERS`.
+        profile: source of the options of passes that are given by name; rows that depend on the number of tokens go
+            by the length of the packed sequence in ``inputs``.
+        progress: called before each run of a variant.
+        after_run: called with the result so far after each run of a variant, so that an interrupted benchmark
+            leaves the figures that it has.
 
     Raises:
         DeviceError: the transformer is not on a CUDA device.
-        PipelineError: a peer that nobody knows.
+        PipelineError: there is no such peer.
+        H3OptError: a pass, an option or the profile is unknown.
     """
-    if unknown := [peer for peer in peers if peer not in PEERS]:
-        raise PipelineError(f"There is no peer {unknown[0]!r}{nearest(unknown[0], PEERS)}. Use {' or '.join(PEERS)}.")
+    chosen_peers = choose_peers(peers, TRANSFORMER_PEERS)
     device = next(transformer.parameters()).device
     if device.type != "cuda":
         raise DeviceError("bench times GPU work. Move the transformer to a CUDA device.")
-    session, asked = prepare(transformer, passes, profile)
-    applicable = [one for one in asked if one.applies(session.device, session.view) is None]
-    exact, rounding, others = strictest_first(applicable)
-    chosen = [*exact, *rounding, *others]
-    bench = _Bench(transformer, inputs, session, forwards)
-    models: list[tuple[Arm, Callable[[ExitStack], Any]]] = [(Arm("eager"), bench.eager)]
-    models += [(Arm(peer), getattr(bench, PEERS[peer])) for peer in peers]
-    models.append((Arm("h3opt, no pass"), partial(bench.h3opt, passes=[])))
-    if cumulative:
-        for count, one in enumerate(chosen, start=1):
-            models.append((Arm(f"+ {one.name}"), partial(bench.h3opt, passes=chosen[:count])))
-    else:
-        if exact and chosen != exact:
-            models.append((Arm("h3opt, Exact passes"), partial(bench.h3opt, passes=exact)))
-        models.append((Arm("h3opt, all passes"), partial(bench.h3opt, passes=chosen)))
-    if leave_out:
-        for one in chosen:
-            rest = [other for other in chosen if other is not one]
-            models.append((Arm(f"all but {one.name}"), partial(bench.h3opt, passes=rest)))
-    plan = [(arm, partial(bench.forward, model=model)) for arm, model in models]
     tokens = inputs["position_ids"].shape[0]
+    session, requested = prepare(transformer, passes, profile, tokens=tokens)
+    applicable = [item for item in requested if item.applies(session.device, session.view) is None]
+    bench = _TransformerBenchmark(transformer, inputs, session, forwards)
+    models = _models(bench, strictest_first(applicable), chosen_peers, cumulative, leave_out)
+    variants = [(variant, partial(bench.forward, put_in_place=put_in_place)) for variant, put_in_place in models]
     blocks = transformer_blocks(transformer)
     linears = [
-        one
+        module
         for block in blocks
-        for name, one in block.named_modules()
-        if _is_linear(one) and ADALN_PROJECTION not in name
+        for name, module in block.named_modules()
+        if isinstance(module, torch.nn.Linear) and ADALN_PROJECTION not in name
     ]
     result = TransformerBench(
-        Device.of(device).name,
-        len(blocks),
-        canvas,
-        tokens,
-        copy_rate(device),
-        gemm_rate(device),
-        4.0 * tokens**2 * blocks[0].attn.to_q.out_features * len(blocks),
-        2.0 * tokens * sum(one.in_features * one.out_features for one in linears),
-        [arm for arm, _ in plan],
-        bench.top_kernels,
+        device=Device.of(device).name,
+        layers=len(blocks),
+        canvas=canvas,
+        tokens=tokens,
+        copy_tb_per_s=copy_rate(device),
+        gemm_tflops=gemm_rate(device),
+        attention_flop=4.0 * tokens**2 * blocks[0].attn.to_q.out_features * len(blocks),
+        gemm_flop=2.0 * tokens * sum(linear.in_features * linear.out_features for linear in linears),
+        variants=[variant for variant, _ in variants],
+        top_kernels=bench.top_kernels,
     )
-    bench.rounds(plan, rounds, progress, lambda: on_visit(result) if on_visit is not None else None)
+    bench.run_rounds(variants, rounds, progress, lambda: after_run(result) if after_run is not None else None)
     return result
 
 
-class _Bench(BenchmarkRunner[Arm]):
+PutInPlace = Callable[[ExitStack], Any]
+"""Puts a model in place, registers with the stack how to remove it, and returns the model."""
+
+
+def _models(
+    bench: _TransformerBenchmark,
+    groups: tuple[list[Pass], list[Pass], list[Pass]],
+    peers: Sequence[Peer],
+    cumulative: bool,
+    leave_out: bool,
+) -> list[tuple[Variant, PutInPlace]]:
+    """The variants to measure; ``groups`` are the passes, the stricter promises first."""
+    exact, rounding, others = groups
+    passes = [*exact, *rounding, *others]
+    models: list[tuple[Variant, PutInPlace]] = [(Variant("eager"), bench.eager)]
+    models += [(Variant(peer.name), partial(bench.peer, peer=peer)) for peer in peers]
+    models.append((Variant("h3opt, no pass"), partial(bench.h3opt, passes=[])))
+    if cumulative:
+        for count, added in enumerate(passes, start=1):
+            models.append((Variant(f"+ {added.name}"), partial(bench.h3opt, passes=passes[:count])))
+    else:
+        if exact and passes != exact:
+            models.append((Variant("h3opt, Exact passes"), partial(bench.h3opt, passes=exact)))
+        models.append((Variant("h3opt, all passes"), partial(bench.h3opt, passes=passes)))
+    if leave_out:
+        for omitted in passes:
+            rest = [item for item in passes if item is not omitted]
+            models.append((Variant(f"all but {omitted.name}"), partial(bench.h3opt, passes=rest)))
+    return models
+
+
+class _TransformerBenchmark(BenchmarkRunner[Variant]):
     def __init__(self, transformer: Any, inputs: dict[str, Any], session: Session, forwards: int) -> None:
         super().__init__(session, forwards)
         self.transformer, self.inputs = transformer, inputs
         self.reference: tuple[torch.Tensor, ...] | None = None
         self.reference_delta: torch.Tensor | None = None
-        self._peers: dict[str, Any] = {}
 
-    def forward(self, undo: ExitStack, model: Callable[[ExitStack], Any]) -> Callable[[], Any]:
-        """One forward of the model that ``model`` puts in place."""
-        return _Forward(model(undo), self.inputs)
+    def forward(self, undo: ExitStack, put_in_place: PutInPlace) -> Callable[[], Any]:
+        """The work: one forward of the model that ``put_in_place`` returns."""
+        return _Forward(put_in_place(undo), self.inputs)
 
     def eager(self, undo: ExitStack) -> Any:
         """The unmodified model."""
         return self.transformer
 
-    def compile(self, undo: ExitStack) -> Any:
-        """diffusers' ``compile_repeated_blocks``, on a shallow copy that shares the weights."""
-        if "compile" not in self._peers:
-            model = sharing_weights(self.transformer)
-            model.compile_repeated_blocks(fullgraph=True)
-            self._peers["compile"] = model
-        return self._peers["compile"]
-
-    def torchao(self, undo: ExitStack) -> Any:
-        """torchao's row-wise dynamic FP8 with ``compile_repeated_blocks``."""
-        if "torchao" not in self._peers:
-            from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
-
-            model = sharing_weights(self.transformer)
-            quantize_(
-                transformer_blocks(model),
-                Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
-                filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and ADALN_PROJECTION not in name,
-            )
-            model.compile_repeated_blocks(fullgraph=True)
-            self._peers["torchao"] = model
-        return self._peers["torchao"]
+    def peer(self, undo: ExitStack, peer: Peer) -> Any:
+        """The model of a peer."""
+        return self.peer_model(peer, self.transformer)
 
     def h3opt(self, undo: ExitStack, passes: Sequence[Pass]) -> Any:
-        """h3opt with ``passes``."""
+        """The model with ``passes`` installed by h3opt."""
         self.session.install(passes)
         undo.callback(self.session.uninstall)
         return self.transformer
 
-    def check(self, arm: Arm, out: tuple[torch.Tensor, ...], work: Any) -> None:
-        delta = _first_delta(work.model, work)
+    def check(self, variant: Variant, out: tuple[torch.Tensor, ...], work: Any) -> None:
+        delta = _first_delta(work)
         if self.reference is None or self.reference_delta is None:
             self.reference, self.reference_delta = tuple(tensor.clone() for tensor in out), delta
-        arm.block_error = relative_error(self.reference_delta, delta)
-        arm.differing, arm.error = distance(self.reference, out)
+        variant.block_error = relative_error(self.reference_delta, delta)
+        variant.differing, variant.error = compare_outputs(self.reference, out)
 
 
 @dataclass
@@ -247,21 +242,17 @@ class _Forward:
         return self.model(**self.inputs)
 
 
-def _first_delta(model: Any, forward: Callable[[], Any]) -> torch.Tensor:
+def _first_delta(forward: _Forward) -> torch.Tensor:
     """What the first block adds to the residual stream in one forward."""
-    seen: list[torch.Tensor] = []
+    deltas: list[torch.Tensor] = []
 
     def record(proceed: Any, *args: Any, **kwargs: Any) -> Any:
         before = args[0] if args else kwargs["hidden_states"]
         out = proceed(*args, **kwargs)
-        seen.append(out - before)
+        deltas.append(out - before)
         return out
 
     with ExitStack() as undo:
-        wrap_calls(transformer_blocks(model)[0], record, undo)
+        wrap_calls(transformer_blocks(forward.model)[0], record, undo)
         forward()
-    return seen[0]
-
-
-def _is_linear(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.Linear)
+    return deltas[0]

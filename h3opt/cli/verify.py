@@ -8,10 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from h3opt.errors import PipelineError
-
-if TYPE_CHECKING:
-    from h3opt.pass_api.base import Pass
 from h3opt.cli.console import check_output_files, is_stdout, progress_bar, say, show_verdict, write_or_print
 from h3opt.cli.options import (
     DeviceName,
@@ -25,6 +21,7 @@ from h3opt.cli.options import (
     Seed,
     Steps,
     Width,
+    check_profile,
     generation_settings,
     is_calibrated,
     open_pipeline,
@@ -33,12 +30,18 @@ from h3opt.cli.options import (
     parse_pass_names,
     read_prompts,
 )
+from h3opt.errors import PipelineError
+
+if TYPE_CHECKING:
+    from h3opt.pass_api.base import Pass
 
 
 def verify(
     model: Model = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="Repeat for several.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A text file, one prompt per line.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text that describes a video; repeat it for several.")
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.")] = None,
     passes: Passes = None,
     profile: Profile = "auto",
     height: Height = 64,
@@ -46,24 +49,31 @@ def verify(
     frames: Frames = 124,
     steps: Steps = 4,
     seed: Seed = 0,
-    seeds: Annotated[int, typer.Option(help="Clips per prompt, with seeds that follow one another.")] = 1,
-    leave_out: Annotated[bool, typer.Option("--leave-out", help="Also all passes but one, for each.")] = False,
-    alone: Annotated[bool, typer.Option("--alone", help="Also each pass by itself.")] = False,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="Say what Perceptual promises should be.")] = False,
+    seeds: Annotated[int, typer.Option(help="Number of seeds per prompt, counted up from --seed.")] = 1,
+    leave_out: Annotated[bool, typer.Option("--leave-out", help="Also compare all passes without each one.")] = False,
+    alone: Annotated[bool, typer.Option("--alone", help="Also compare each pass by itself.")] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Print what the Perceptual promises should be.")
+    ] = False,
     floors: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: ulp, compile, cache, attention, seed; ulp comes by itself where a pass needs it."
+            help="Floors to measure, comma-separated: ulp, compile, cache, attention, seed. "
+            "ulp is always measured where a pass needs it."
         ),
     ] = "",
     report: Annotated[Path | None, typer.Option(help="Write a page to look at and listen to.")] = None,
-    blind: Annotated[Path | None, typer.Option(help="Write a page that asks which of two clips is better.")] = None,
-    evidence: Annotated[Path, typer.Option(help="Where tensors go that show a broken promise.")] = Path("out/evidence"),
+    blind: Annotated[
+        Path | None, typer.Option(help="Write a page that asks which of two clips looks and sounds better.")
+    ] = None,
+    evidence: Annotated[Path, typer.Option(help="Folder for the tensors that show a broken promise.")] = Path(
+        "out/evidence"
+    ),
     dtype: Dtype = "auto",
     device: DeviceName = "cpu",
     json: Json = None,
 ) -> None:
-    """Add passes one by one and hold each to its promise; exit code 1 if one broke."""
+    """Add passes one by one and check the promise of each; exit code 1 if a promise broke."""
     from h3opt.files import write_json
     from h3opt.render.page import check_page, write_blind, write_report
     from h3opt.verification.calibration import calibrations
@@ -75,16 +85,17 @@ def verify(
     texts = [*(prompt or []), *(read_prompts(prompts) if prompts is not None else [])]
     if seeds < 1:
         raise PipelineError(f"{seeds} seeds make no clip. Use at least one.")
-    named = parse_pass_names(passes)
-    check_folder(evidence, named or ())
-    names: list[str] | list[Pass] | None = named
+    names = parse_pass_names(passes)
+    check_profile(profile)
+    check_folder(evidence, names or ())
+    requested: list[str] | list[Pass] | None = names
     if calibrate and names is None:
-        names = _perceptual(tiny=model is None)
-    asked = [name.strip() for name in floors.split(",") if name.strip()]
-    choose_floors(asked, ulp=True)
+        requested = _perceptual_passes(tiny=model is None)
+    floor_names = [name.strip() for name in floors.split(",") if name.strip()]
+    choose_floors(floor_names, ulp=True)
     pages = [page for page in (report, blind) if page is not None]
-    written = [os.path.abspath(file) for file in (json, *pages) if file is not None]
-    if len(set(written)) < len(written):
+    files = [os.path.abspath(file) for file in (json, *pages) if file is not None]
+    if len(set(files)) < len(files):
         raise PipelineError("--report, --blind and --json name one file twice. Give each its own.")
     for page in pages:
         check_page(page)
@@ -94,20 +105,20 @@ def verify(
         verdict = verify_pipeline(
             pipe,
             texts or None,
-            passes=names,
+            passes=requested,
             profile=profile,
             settings=settings,
             seeds=seeds,
             leave_out=leave_out,
             alone=alone,
-            floors=asked,
+            floors=floor_names,
             evidence=evidence,
             on_reference=model is None and is_calibrated(device, height, width) and (calibrate or not texts),
             progress=progress,
         )
     data = verdict.to_dict()
     if calibrate:
-        data["calibration"] = [one.to_dict() for one in calibrations(verdict)]
+        data["calibration"] = [calibration.to_dict() for calibration in calibrations(verdict)]
     show_verdict(verdict, json, data)
     if calibrate and not is_stdout(json):
         say("\n".join(["", *map(str, calibrations(verdict))]))
@@ -123,33 +134,33 @@ def verify(
 
 
 def replay(
-    folder: Annotated[Path, typer.Argument(help="What verify saved of a broken promise.")],
+    folder: Annotated[Path, typer.Argument(help="A folder that verify wrote for a broken promise.")],
     model: Model = None,
-    dtype: Annotated[str | None, typer.Option(help="Another than it was verified with: as for verify.")] = None,
-    device: Annotated[str | None, typer.Option(help="Another than it was verified on: cpu, cuda, cuda:1, …")] = None,
+    dtype: Annotated[str | None, typer.Option(help="By default the dtype of the verification.")] = None,
+    device: Annotated[str | None, typer.Option(help="By default the type of device of the verification.")] = None,
     json: Json = None,
 ) -> None:
-    """Run again what moved first when a promise broke; exit code 1 if it still moves."""
-    from h3opt.verification.replay import replay as replay_evidence
+    """Run the first call that differed when a promise broke again; exit code 1 if it still differs."""
+    from h3opt.verification.replay import replay_evidence
 
     check_output_files(json)
     if dtype is not None:
         parse_dtype(dtype)
 
-    def pipe(verified: Any, place: str) -> Any:
-        return open_pipeline(model, dtype or str(verified).removeprefix("torch."), place)
+    def open_verified_pipeline(verified_dtype: Any, verified_device: str) -> Any:
+        return open_pipeline(model, dtype or str(verified_dtype).removeprefix("torch."), verified_device)
 
-    found = replay_evidence(folder, pipe, None if device is None else parse_device(device))
+    result = replay_evidence(folder, open_verified_pipeline, None if device is None else parse_device(device))
     if not is_stdout(json):
-        say(str(found))
-    write_or_print(json, found.to_dict())
-    raise typer.Exit(1 if found.moves else 0)
+        say(str(result))
+    write_or_print(json, result.to_dict())
+    raise typer.Exit(1 if result.differs else 0)
 
 
-def _perceptual(tiny: bool) -> list[Pass]:
-    """Passes with a Perceptual promise, on the tiny reference with options that fit its canvas."""
+def _perceptual_passes(tiny: bool) -> list[Pass]:
+    """All passes with a Perceptual promise; for the tiny reference with options that fit its small canvas."""
     from h3opt.pass_api.promises import Perceptual
     from h3opt.pass_api.registry import list_passes, make_pass
 
-    found = [make_pass(cls.name) for cls in list_passes() if isinstance(cls.promise, Perceptual)]
-    return [one.test_instance() for one in found] if tiny else found
+    instances = [make_pass(cls.name) for cls in list_passes() if isinstance(cls.promise, Perceptual)]
+    return [instance.test_instance() for instance in instances] if tiny else instances

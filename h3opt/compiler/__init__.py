@@ -1,1 +1,1 @@
-"""Capture, lowering and execution: from a pipeline and passes to rewritten graphs."""
+"""Capture, lowering and execution: from a pipeline and passes to rewritten graphs that run."""

@@ -1,4 +1,4 @@
-"""The Dynamo backend for modules outside a pipeline."""
+"""The backend ``"h3opt"`` of ``torch.compile``, for modules outside a MiniMax-H3 pipeline."""
 
 from __future__ import annotations
 
@@ -20,26 +20,39 @@ from h3opt.pipeline.region import Region
 
 
 def dynamo_backend(graph: GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None) -> Any:
-    """``torch.compile(module, backend="h3opt", options={"passes": [...], "executor": "direct"})``.
+    """Compile a graph from Dynamo: ``torch.compile(module, backend="h3opt", options={"passes": ["fused_swiglu"]})``.
 
-    For modules h3opt does not know: the named graph passes run on whatever was captured, with no expectation of how
-    often they fire. :func:`h3opt.optimize` is the call for pipelines.
+    The graph passes run on whatever was captured, with no expected number of sites. For pipelines, use
+    :func:`h3opt.optimize`.
+
+    Args:
+        graph: the graph that Dynamo captured.
+        example_inputs: the inputs that Dynamo captured it with.
+        options: ``passes``, ``executor`` and ``probe``, see :class:`StandalonePlanner`.
+
+    Raises:
+        PassOptionError: an option is unknown, or a pass is no graph pass.
     """
-
     planner = StandalonePlanner(**(options or {}))
     return CapturedGraph(CapturedRegion(Region("", (), {})), retrace(graph), example_inputs, planner)
 
 
 class StandalonePlanner:
-    """Plans for ``torch.compile(backend="h3opt")``: fixed graph passes, no expectations."""
+    """The :class:`~h3opt.compiler.capture.Planner` of ``torch.compile(backend="h3opt")``.
+
+    Args:
+        passes: names or instances of graph passes; they never change.
+        executor: ``"direct"`` or ``"inductor"``.
+        probe: whether Exact and Rounding rewrites are checked on this machine.
+    """
 
     def __init__(self, passes: Iterable[str | Pass] = (), executor: str = "direct", probe: bool = True) -> None:
         check_choices({"executor": executor})
-        chosen = in_order(make_pass(one) if isinstance(one, str) else one for one in passes)
-        for one in chosen:
-            if not isinstance(one, GraphPass):
+        chosen = in_order(make_pass(item) if isinstance(item, str) else item for item in passes)
+        for item in chosen:
+            if not isinstance(item, GraphPass):
                 raise PassOptionError(
-                    f"Pass {one.name!r} is a {one.kind} pass, and the backend alone runs graph passes. "
+                    f"Pass {item.name!r} is a {item.kind} pass, and the backend alone runs graph passes. "
                     "Use h3opt.optimize for the others."
                 )
         self.plan_key: Any = chosen
@@ -47,9 +60,9 @@ class StandalonePlanner:
         self._lowering = Lowering("warn", probe)
 
     def build(self, captured: CapturedGraph) -> LoweredGraph:
-        """See :class:`h3opt.compiler.capture.Planner`."""
+        """Rewrite ``captured`` with the passes; see :class:`h3opt.compiler.capture.Planner`."""
         graph, outcomes = self._lowering.run(captured.graph, self.plan_key, GraphFacts(passes=self.plan_key))
         return LoweredGraph(graph, outcomes, EXECUTORS[self._executor](graph, captured.example_inputs))
 
     def failed(self, error: H3OptError) -> None:
-        """Nothing was installed, so nothing is taken back."""
+        """Do nothing: there is nothing to uninstall."""

@@ -1,9 +1,9 @@
-"""From a running module to its *semantic graph*, and back to something that runs.
+"""Capture the *semantic graph* of a module while it runs, and run the rewritten graph in its place.
 
-Dynamo hands a backend its own graph; retracing that with ``make_fx(pre_dispatch=True)`` under the fake mode of the
-placeholders gives a graph of the operators the model was written in (``aten.linear``, ``aten.rms_norm``,
-``aten.scaled_dot_product_attention``), functional and with symbolic sizes. Executed node by node it computes the very
-bits of the eager module, which is why passes rewrite here and not after decomposition.
+Dynamo gives a backend a graph of Python calls. Retracing it with ``make_fx(pre_dispatch=True)`` under the fake mode of
+the placeholders gives a graph of the operators that the model was written in (``aten.linear``, ``aten.rms_norm``,
+``aten.scaled_dot_product_attention``), functional and with symbolic sizes. Executed node by node it computes the same
+bits as the eager module; therefore passes rewrite this graph, and not the graph after decomposition.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from h3opt.pipeline.region import Region
 
 
 class Planner(Protocol):
-    """Whoever decides how a captured graph is rewritten and run; see :class:`h3opt.compiler.session.Session`."""
+    """Decides how captured graphs are rewritten and run; see :class:`h3opt.compiler.session.Session`."""
 
     @property
     def plan_key(self) -> Any:
-        """Changes whenever graphs must be rewritten anew."""
+        """A key for the current plan; another key means that graphs must be rewritten again."""
 
     def build(self, captured: CapturedGraph) -> LoweredGraph:
         """Rewrite ``captured`` under the current plan."""
 
     def failed(self, error: H3OptError) -> None:
-        """A capture or a rewrite raised ``error``, which is about to reach the user."""
+        """Called when a capture or a rewrite raised ``error``, before the user sees it."""
 
 
 @dataclass(eq=False)
 class CapturedRegion:
-    """The captured graphs of one region, and what is known about the call that is running.
+    """The captured graphs of a region, and the state of the running call.
 
     Attributes:
         region: the modules that share the graphs.
-        captured: the graphs so far.
+        captured: the graphs captured so far.
         running: ``id`` of the module that was called last.
-        listener: called with ``(captured, args)`` before a graph runs; bisection records arguments with it.
+        listener: called as ``listener(captured, args)`` before a graph runs; bisection keeps arguments with it.
     """
 
     region: Region
@@ -72,7 +72,7 @@ class CapturedRegion:
 
     def install(self, planner: Planner) -> Callable[[], None]:
         """Send the calls of every module through a captured graph; returns a function that undoes it."""
-        # Passes that exchange submodules need graphs of their own; those for the earlier structure are kept.
+        # Passes that replace submodules need other graphs; the graphs of the earlier structure are kept.
         structure = tuple(type(submodule) for submodule in self.modules[0].modules())
         if structure not in self._compiled:
             self._compiled[structure] = _own_code_object(self, planner)
@@ -83,13 +83,13 @@ class CapturedRegion:
 
 
 class CapturedGraph:
-    """One semantic graph of a region, and what it was lowered to under each plan.
+    """A semantic graph of a region, and the rewritten graph for each plan.
 
     Attributes:
-        owner: the region where it was captured.
-        graph: the semantic graph, never rewritten itself; ``node.meta["val"]`` has fake values.
-        example_inputs: what Dynamo passed along, for executors that compile.
-        calls: how often it ran.
+        owner: the region that it was captured in.
+        graph: the semantic graph, which is never changed; ``node.meta["val"]`` has fake values.
+        example_inputs: the inputs that Dynamo captured with, for executors that compile; empty after the first rewrite.
+        calls: how often the graph ran.
         modules: ``id`` of each module that ran it.
     """
 
@@ -101,7 +101,7 @@ class CapturedGraph:
         self.modules: set[int] = set()
         self._planner = planner
         self._lowered: dict[Any, LoweredGraph] = {}
-        self._lower()  # built here, inside Dynamo's backend, where compilers know the symbolic sizes
+        self._lower()  # inside Dynamo's backend, where compilers know the symbolic sizes
         self.example_inputs = []
 
     def __call__(self, *args: Any) -> Any:
@@ -113,7 +113,7 @@ class CapturedGraph:
         return self._lower().run(*args)
 
     def lowered(self, plan_key: Any) -> LoweredGraph | None:
-        """The graph as it was rewritten under ``plan_key``; ``None`` if it did not run under that plan yet."""
+        """The rewritten graph under ``plan_key``; ``None`` if it did not run under that plan yet."""
         return self._lowered.get(plan_key)
 
     def _lower(self) -> LoweredGraph:
@@ -124,7 +124,7 @@ class CapturedGraph:
 
 
 class _Entry:
-    """What a captured module's calls go to."""
+    """A call wrapper that sends the calls of a module through a captured graph."""
 
     def __init__(self, owner: CapturedRegion, module: torch.nn.Module, compiled: Callable[..., Any], planner: Planner):
         self._owner, self._module, self._compiled, self._planner = owner, module, compiled, planner
@@ -146,11 +146,11 @@ class _Entry:
             self._planner.failed(error)
             raise
         except private.BackendCompilerFailed as failure:
-            ours = failure.inner_exception
-            if not isinstance(ours, H3OptError):
+            cause = failure.inner_exception
+            if not isinstance(cause, H3OptError):
                 raise
-            self._planner.failed(ours)
-            raise ours from None
+            self._planner.failed(cause)
+            raise cause from None
         except private.Unsupported as failure:
             reason = str(failure).strip().partition("\n")[0].rstrip(".")
             refusal = PipelineError(
@@ -163,7 +163,7 @@ class _Entry:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """For a region's first call: tracing makes objects by the million, and collections would find none to free."""
+    """Pause the garbage collector for a first call: tracing makes millions of objects and no garbage."""
     running = gc.isenabled()
     gc.disable()
     try:
@@ -173,8 +173,8 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-class _Held:
-    """Calls a captured graph that its region holds."""
+class _WeakGraph:
+    """Calls a captured graph without keeping it alive; the region keeps it."""
 
     def __init__(self, captured: CapturedGraph) -> None:
         self._captured = weakref.ref(captured)
@@ -186,24 +186,24 @@ class _Held:
 
 
 def _own_code_object(captured_region: CapturedRegion, planner: Planner) -> Callable[..., Any]:
-    """A compiled caller whose code object belongs to this region alone.
+    """A compiled caller with a code object for this region alone.
 
-    Dynamo keeps its graphs, and its limit on recompilations, per code object. ``module.compile()`` shares one between
-    all modules of a process; a copy per region keeps two pipelines, or two plans, out of each other's way.
+    Dynamo keeps graphs, and the limit on recompilations, per code object. ``module.compile()`` shares one between
+    all modules of a process; with a copy per region, two pipelines do not affect each other.
     """
 
     def call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return private.module_call(module, args, kwargs)
 
-    # Dynamo keeps backends, and what they return, in places that outlive a pipeline: they must not keep it alive.
+    # Dynamo keeps backends and their results longer than a pipeline lives; they must not keep the pipeline alive.
     region_ref, planner_ref = weakref.ref(captured_region), weakref.ref(planner)
 
     def backend(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         region, planner = region_ref(), planner_ref()
-        assert region is not None and planner is not None  # both are held by whoever is calling
+        assert region is not None and planner is not None  # the caller keeps both alive
         captured = CapturedGraph(region, retrace(graph), example_inputs, planner)
         region.captured.append(captured)
-        return _Held(captured)
+        return _WeakGraph(captured)
 
     name = f"h3opt_{captured_region.name.replace('.', '_')}"
     own = types.FunctionType(call.__code__.replace(co_name=name), call.__globals__, name)

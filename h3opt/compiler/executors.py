@@ -1,4 +1,4 @@
-"""What runs a rewritten graph."""
+"""Executors: how a rewritten graph runs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from h3opt._torch_private import compile_with_inductor
 from h3opt.graph.nodes import copy_graph
 
 Executor = Callable[[GraphModule, list[Any]], Callable[..., Any]]
+"""``executor(graph, example_inputs)`` returns a callable that runs the graph."""
 
 
 def direct(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    """The graph's own generated Python: library GEMMs and attention, h3opt's kernels, ATen for the rest.
+    """Run the Python code that torch.fx generates: library GEMMs and attention, h3opt's kernels, ATen for the rest.
 
-    Nothing changes bits that no pass changed, and there is nothing to compile.
+    There is nothing to compile, and only passes change bits.
     """
     return graph.forward
 
 
 def inductor(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    """``compile_fx`` on the rewritten graph. Inductor moves bits by itself, also where no pass fires."""
-    return compile_with_inductor(copy_graph(graph), example_inputs)  # it rewrites what it is given
+    """Compile the rewritten graph with Inductor, which changes bits also where no pass matched."""
+    return compile_with_inductor(copy_graph(graph), example_inputs)  # Inductor changes the graph in place
 
 
 EXECUTORS: dict[str, Executor] = {"direct": direct, "inductor": inductor}
+"""The executors by name."""

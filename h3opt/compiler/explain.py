@@ -1,4 +1,4 @@
-"""``h3opt explain``: what a pass looks for, what it puts there, and where it fired or nearly did."""
+"""Explain a pass: the source of patterns and replacements, the sites in a pipeline, and the plan of its work."""
 
 from __future__ import annotations
 
@@ -16,44 +16,45 @@ from h3opt.pass_api import guards, patterns
 from h3opt.pass_api.base import GraphPass, Pass, Plan, SchedulePass
 from h3opt.pass_api.registry import find_pass, list_passes, make_pass
 from h3opt.pipeline.generation import GenerationSettings, generate
+from h3opt.pipeline.sequence_length import sequence_length
 from h3opt.pipeline.steps import hide_progress_bars
 from h3opt.pipeline.view import PipelineView
 
 
 def explain(name: str) -> str:
-    """Docstring, promise, options, order, and for a graph pass each pattern with its replacement and guard.
+    """Describe a pass in text: documentation, promise, options, order, and the source of all rules.
 
     Raises:
         UnknownPassError: there is no such pass.
     """
-    found = describe(name)
-    options = ", ".join(f"{option} = {value!r}" for option, value in found["options"].items())
-    parts = [f"{name}: {found['kind']} pass, promise {found['promise']}", found["doc"]]
+    facts = describe(name)
+    options = ", ".join(f"{option} = {value!r}" for option, value in facts["options"].items())
+    parts = [f"{name}: {facts['kind']} pass, promise {facts['promise']}", facts["doc"]]
     parts.append(f"defaults: {options}" if options else "options: none")
-    if found["after"]:
-        parts.append("runs after: " + ", ".join(found["after"]))
-    if found["conflicts"]:
-        parts.append("excludes: " + ", ".join(found["conflicts"]))
-    if found["happens_before"]:
-        parts.append("happens before:\n" + _indented("\n".join(found["happens_before"])))
+    if facts["after"]:
+        parts.append("runs after: " + ", ".join(facts["after"]))
+    if facts["conflicts"]:
+        parts.append("excludes: " + ", ".join(facts["conflicts"]))
+    if facts["happens_before"]:
+        parts.append("happens before:\n" + _indented("\n".join(facts["happens_before"])))
     shown: dict[str, str] = {}
-    for number, rule in enumerate(found["rules"], 1):
-        title = f"rule {number} of {len(found['rules'])}"
+    for number, rule in enumerate(facts["rules"], 1):
+        title = f"rule {number} of {len(facts['rules'])}"
         for role, source in rule.items():
             if source is not None:
                 same = f"that of {shown[source]}" if source in shown else source
                 parts.append(f"{title}, {role}\n{_indented(same)}")
                 shown.setdefault(source, title)
-    parts += [f"{helper}, used above\n{_indented(source)}" for helper, source in found["helpers"].items()]
-    parts.append("mutants the tests must catch:\n" + _indented("\n".join(found["mutants"])))
+    parts += [f"{helper}, used above\n{_indented(source)}" for helper, source in facts["helpers"].items()]
+    parts.append("mutants the tests must catch:\n" + _indented("\n".join(facts["mutants"])))
     return "\n\n".join(parts)
 
 
 def describe(name: str) -> dict[str, Any]:
-    """What :func:`explain` says, as JSON-ready types.
+    """Describe a pass as JSON-ready types.
 
-    ``rules`` holds the source text of each pattern, replacement and guard (``None`` without one), ``helpers`` that of
-    the functions these call in the pass's own file and in :mod:`h3opt.pass_api.patterns`.
+    ``rules`` has the source text of each pattern, replacement and guard (``None`` without a guard), ``helpers`` the
+    source text of the functions that these call in the file of the pass and in :mod:`h3opt.pass_api.patterns`.
 
     Raises:
         UnknownPassError: there is no such pass.
@@ -76,39 +77,39 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def explain_sites(pipe: Any, name: str, settings: GenerationSettings | None = None) -> PassReport:
-    """Run one generation with the pass, and the passes it builds on, and report where it fired and nearly fired.
+    """Run a generation with the pass and the passes that it builds on, and report where it matched and nearly matched.
 
     Args:
-        pipe: a MiniMax-H3 pipeline with all components loaded; it is left as it was found.
-        name: of the pass.
-        settings: what to generate; the shortest clip if left out.
+        pipe: a MiniMax-H3 pipeline with all components loaded; it is unmodified again at the end.
+        name: name of the pass.
+        settings: what to generate; by default the shortest clip.
 
     Raises:
         UnknownPassError: there is no such pass.
     """
-    one = make_pass(name)
-    # by name it takes the profile's options; a trial says that these may not fit the canvas
-    tried: list[str | Pass] = [
-        name if one.test_instance() == one else one.test_instance(),
-        *_with_what_it_builds_on(name)[1:],
-    ]
-    with optimize(pipe, passes=tried, on_shortfall="warn") as opt, ExitStack() as undo:
+    default = make_pass(name)
+    # A pass given by name takes the options of the profile. Those may not fit a small canvas; a test instance does.
+    explained = name if default.test_instance() == default else default.test_instance()
+    passes: list[str | Pass] = [explained, *_with_prerequisites(name)[1:]]
+    settings = settings or GenerationSettings(num_inference_steps=2)
+    tokens = sequence_length(pipe, settings)
+    with optimize(pipe, passes=passes, on_shortfall="warn", tokens=tokens) as optimized, ExitStack() as undo:
         hide_progress_bars(pipe, undo)
-        generate(pipe, settings or GenerationSettings(num_inference_steps=2))
-        return opt.report[name]
+        generate(pipe, settings)
+        return optimized.report[name]
 
 
 def has_plan(name: str) -> bool:
-    """Whether the pass cuts work into pieces, so that :func:`explain_plan` has something to show."""
+    """Whether the pass divides work into pieces, so that :func:`explain_plan` has a plan to show."""
     return find_pass(name).plan is not Pass.plan
 
 
 def explain_plan(name: str, view: PipelineView, latents: tuple[int, int, int]) -> Plan | None:
-    """How the pass, with its default options, cuts up the work of one generation; ``None`` if it does not.
+    """Plan how the pass, with default options, divides the work of a generation; ``None`` if it does not.
 
     Args:
-        name: of the pass.
-        view: a pipeline, or its parts on the meta device: nothing is computed.
+        name: name of the pass.
+        view: a pipeline, or parts of it on the meta device; nothing is computed.
         latents: frames, rows and columns of the video's latents.
 
     Raises:
@@ -119,7 +120,7 @@ def explain_plan(name: str, view: PipelineView, latents: tuple[int, int, int]) -
 
 
 def sites_text(entry: PassReport) -> str:
-    """A report entry as lines."""
+    """Render the sites of a report entry as lines of text."""
     per_graph = ", ".join(
         f"{region} {matched}/{'?' if expected is None else expected}"
         for region, (matched, expected) in entry.per_region.items()
@@ -133,14 +134,15 @@ def sites_text(entry: PassReport) -> str:
     return "\n".join(lines)
 
 
-def _with_what_it_builds_on(name: str) -> list[str]:
+def _with_prerequisites(name: str) -> list[str]:
+    """The name of a pass, and the names of all passes that it comes after, directly or through others."""
     known = {cls.name: cls for cls in list_passes()}
     names, todo = [], [name]
     while todo:
-        one = todo.pop()
-        if one not in names and one in known:
-            names.append(one)
-            todo.extend(known[one].after)
+        current = todo.pop()
+        if current not in names and current in known:
+            names.append(current)
+            todo.extend(known[current].after)
     return names
 
 
@@ -149,16 +151,16 @@ def _roles(rule: Rule) -> dict[str, Callable[..., Any] | None]:
 
 
 def _helpers(rules: Sequence[Rule]) -> list[FunctionType]:
-    """What the functions of rules call, directly or not, in their own file and among the shared patterns and guards."""
+    """Functions that rules call, directly or through others, in their file and among shared patterns and guards."""
     shown = [function for rule in rules for function in _roles(rule).values() if function is not None]
-    found: list[FunctionType] = []
+    helpers: list[FunctionType] = []
     todo = list(shown)
     while todo:
         for called in _called(todo.pop(0)):
-            if called not in shown and called not in found:
-                found.append(called)
+            if called not in shown and called not in helpers:
+                helpers.append(called)
                 todo.append(called)
-    return found
+    return helpers
 
 
 def _called(function: Callable[..., Any]) -> Iterator[FunctionType]:
@@ -179,7 +181,7 @@ def _source(function: Callable[..., Any] | None) -> str | None:
         return None
     try:
         return textwrap.dedent(inspect.getsource(function)).rstrip()
-    except (OSError, TypeError):  # typed in by hand, or not a plain function
+    except (OSError, TypeError):  # a function without a file, or another kind of callable
         return repr(function)
 
 

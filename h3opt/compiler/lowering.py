@@ -1,4 +1,4 @@
-"""Take one captured graph through the graph passes: canonicalize, rewrite, count, probe, check."""
+"""Rewrite a captured graph with the graph passes: canonicalize, match, probe, replace, and count sites."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from h3opt.pass_api.promises import Perceptual
 
 @dataclass
 class GraphOutcome:
-    """What one pass did to one graph.
+    """What a pass did to a graph.
 
     Attributes:
-        matched: sites rewritten.
-        expected: sites there must be, ``None`` when unknown.
-        probed: sites whose rewrite was proven again on this machine.
-        sites: where they are.
-        refused: sites the probe turned down, with what it saw.
+        matched: number of rewritten sites.
+        expected: number of sites that the pass expects; ``None`` if it is unknown.
+        probed: number of sites that the probe checked on this machine.
+        sites: the rewritten sites, in words.
+        refused: sites that the probe refused, with the reason.
         near_misses: sites that match in part, nearest first.
     """
 
@@ -61,7 +61,7 @@ class LoweredGraph:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A graph after one pass (after none: the canonical graph); a pass that found no site shares that before it."""
+    """A graph after a pass, or the canonical graph before any pass; without a site, the graph of the stage before."""
 
     by: GraphPass | None
     module: GraphModule
@@ -70,34 +70,34 @@ class _Stage:
 
 @dataclass
 class Lowering:
-    """Settings for :meth:`run`, the probes already made with them, and how far each graph was lowered last.
+    """The settings of :meth:`run`, with the results of probes and the stages of the last run on each graph.
 
-    Passes run in order, and a pass sees nothing but the graph and its own options. So where two sets of passes begin
-    alike, the graph after what they share is the same, and the second set starts from there.
+    Passes run in order, and a pass depends only on the graph and on its options. Therefore two lists of passes with a
+    common beginning give the same graph after it, and the second run resumes there.
 
     Attributes:
         on_shortfall: ``"error"`` or ``"warn"``.
-        probe: whether Exact and Rounding rewrites are proven again on this machine.
-        veto: asked first about every site; returns a reason to leave it alone. Bisection chooses sites with it.
+        probe: whether Exact and Rounding rewrites are checked on this machine.
+        veto: called first for every site; returns a reason to skip it, or ``None``. Bisection chooses sites with it.
     """
 
     on_shortfall: str = "error"
     probe: bool = True
     veto: Callable[[GraphPass, Match], str | None] | None = None
     _probes: dict[Any, str | None] = field(default_factory=dict)
-    # Of the last set of passes only, and no longer than the captured graph lives.
+    # The stages of the last run only; they live as long as the captured graph.
     _stages: weakref.WeakKeyDictionary[GraphModule, list[_Stage]] = field(default_factory=weakref.WeakKeyDictionary)
 
     def run(
         self, graph: GraphModule, passes: Iterable[GraphPass], facts: GraphFacts
     ) -> tuple[GraphModule, dict[str, GraphOutcome]]:
-        """Rewrite a copy of ``graph``; returns it with what each pass did.
+        """Rewrite a copy of ``graph``; returns it with the outcome of each pass.
 
-        The result may be that of an earlier call too, so it must not be changed: see :func:`copy_graph`.
+        The result may be shared with an earlier call, so it must not be changed: see :func:`copy_graph`.
 
         Raises:
             ShortfallError: a pass matched fewer sites than it expects, and ``on_shortfall`` is ``"error"``.
-            PassFailedError: a pass made an invalid graph.
+            PassFailedError: a pass raised an exception, or made an invalid graph.
         """
         chosen = list(passes)
         stages = self._resume(graph, chosen)
@@ -113,10 +113,10 @@ class Lowering:
             if position == len(stages):
                 latest = stages[-1].module
                 spare = spare or copy_graph(latest)
-                found = self._apply(graph_pass, spare, facts)
-                if found.matched:
-                    latest, spare = spare, None  # without a site it is still what was copied: for the next pass
-                stages.append(_Stage(graph_pass, latest, found))
+                applied = self._apply(graph_pass, spare, facts)
+                if applied.matched:
+                    latest, spare = spare, None  # without a site the copy is unchanged and serves the next pass
+                stages.append(_Stage(graph_pass, latest, applied))
             outcome = dataclasses.replace(stages[position].outcome, expected=graph_pass.expect(facts))
             outcomes[graph_pass.name] = outcome
             if outcome.expected is not None and outcome.matched + len(outcome.refused) < outcome.expected:
@@ -124,11 +124,11 @@ class Lowering:
         return stages[-1].module, outcomes
 
     def _resume(self, graph: GraphModule, passes: list[GraphPass]) -> list[_Stage]:
-        """What the last run on ``graph`` left, as far as it went through the same passes; new stages go there too."""
+        """The stages of the last run on ``graph`` that ran the same passes; the caller appends new stages."""
         stages = self._stages.get(graph)
         if stages is None:
             stages = self._stages[graph] = [_Stage(None, canonicalize(copy_graph(graph)), GraphOutcome())]
-        if self.veto is not None:  # it may answer otherwise the next time
+        if self.veto is not None:  # a veto may answer otherwise in the next run
             return stages[:1]
         del stages[1 + _common(passes, [stage.by for stage in stages[1:]]) :]
         return stages
@@ -156,7 +156,7 @@ class Lowering:
             nonlocal probed
             if self.veto is not None and (reason := self.veto(graph_pass, match)) is not None:
                 return reason
-            if not self.probe or isinstance(graph_pass.promise, Perceptual):  # no probe, so none to count
+            if not self.probe or isinstance(graph_pass.promise, Perceptual):  # not probed
                 return None
             key = signature(match)
             if key not in self._probes:
@@ -165,17 +165,17 @@ class Lowering:
             return self._probes[key]
 
         try:
-            found = apply_rules(tuple(graph_pass.rules()), module, accept)
+            rewrite = apply_rules(tuple(graph_pass.rules()), module, accept)
         except H3OptError:
             raise
         except Exception as error:  # a guard, a replacement or an operator's fake implementation
             raise PassFailedError(
                 f"Pass {graph_pass.name!r} failed on {facts.region or 'the graph'}: {error!r}. Turn it off."
             ) from error
-        return GraphOutcome(found.matched, None, probed, found.sites, found.refused, found.near_misses)
+        return GraphOutcome(rewrite.matched, None, probed, rewrite.sites, rewrite.refused, rewrite.near_misses)
 
 
 def _common(left: list[GraphPass], right: list[GraphPass | None]) -> int:
-    """How many passes two lists begin with alike."""
+    """The length of the common beginning of two lists."""
     different = (number for number, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1])
     return next(different, min(len(left), len(right)))

@@ -1,4 +1,4 @@
-"""Install passes on a pipeline in place, and take every one of them back."""
+"""``h3opt.optimize``: install passes on a pipeline in place, with a handle to uninstall them again."""
 
 from __future__ import annotations
 
@@ -32,30 +32,33 @@ def optimize(
     world_size: int = 1,
     restorable: bool = True,
 ) -> Optimized:
-    """Make a MiniMax-H3 pipeline, or one of its models, run through h3opt. It is changed in place.
+    """Install passes on a MiniMax-H3 pipeline, or on one of its models, in place.
 
-    Calling it again on the same pipeline replaces what the earlier call installed. Graphs are captured at the first
-    generation: what is only known then (how often a pass fired, a shortfall, a probe) is in ``report`` after it.
+    A second call on the same pipeline replaces what the first call installed. Graphs are captured at the first
+    generation; after it, ``report`` has the number of sites of each pass and the results of probes.
 
     Args:
         target: a diffusers MiniMax-H3 pipeline with components loaded, its transformer, or one of its VAEs.
-        passes: pass names or instances, in any order; ``None`` for what the profile turns on, ``[]`` for none. A name
-            takes its options from the profile's row for it, if there is one.
-        profile: a shipped name, a path, a :class:`~h3opt.profiles.schema.Profile`, or ``"auto"`` to go by the device.
-        executor: ``"direct"`` or ``"inductor"``; overrides the profile, as the next three do.
-        scope: ``"block"`` or ``"model"``: what one graph spans.
-        on_shortfall: ``"error"`` or ``"warn"``.
-        probe: whether rewrites are proven again on this machine.
-        tokens: length of the packed sequence, for profile rows that depend on it.
-        world_size: number of GPUs, likewise.
-        restorable: ``False`` frees weights that FP8 replaces instead of keeping them in host memory, 40 GB of H3's
+        passes: pass names or instances, in any order; ``None`` for the passes that the profile turns on, ``[]`` for
+            none. A pass given by name takes its options from the row of the profile, if there is one.
+        profile: a shipped name, a path, a :class:`~h3opt.profiles.schema.Profile`, or ``"auto"`` to choose by the
+            device.
+        executor: ``"direct"`` or ``"inductor"``; overrides the profile, as the next three arguments do.
+        scope: ``"block"`` or ``"model"``: what a captured graph spans.
+        on_shortfall: ``"error"`` or ``"warn"``: what happens if a pass matches fewer sites than it expects.
+        probe: whether Exact and Rounding rewrites are checked on this machine.
+        tokens: length of the packed sequence, for profile rows that depend on it, see
+            :func:`h3opt.pipeline.sequence_length.sequence_length`. Without it such rows do not apply.
+        world_size: number of GPUs, for profile rows that depend on it.
+        restorable: ``False`` frees weights that FP8 replaces instead of keeping them in host memory, 40 GB for H3's
             transformer. The pipeline then cannot be restored or optimized again, nor used in a ``with`` block.
 
     Returns:
-        A handle with ``report`` and ``restore()``; also a context manager.
+        a handle with ``report`` and ``restore()``; it is a context manager too.
 
     Raises:
-        H3OptError: and the pipeline is as it was; with ``restorable=False`` a note says if weights are gone already.
+        H3OptError: a pass, an option or the profile is bad, or a pass refused. The pipeline is unmodified; with
+            ``restorable=False`` a note on the error says if weights are lost.
     """
     session, instances = prepare(
         target,
@@ -87,13 +90,13 @@ def prepare(
     world_size: int = 1,
     restorable: bool = True,
 ) -> tuple[Session, tuple[Pass, ...]]:
-    """Resolve what :func:`optimize` was asked for, and touch nothing yet.
+    """Resolve the arguments of :func:`optimize` without a change to the pipeline.
 
     Returns:
-        A session, and the passes to install in it.
+        a session, and the passes to install in it.
 
     Raises:
-        H3OptError: anything asked for is unknown or contradictory.
+        H3OptError: an argument is unknown or contradicts another.
     """
     view = PipelineView.of(target)
     chosen, notice = _choose_profile(profile, view)
@@ -117,9 +120,13 @@ def prepare(
 
 @contextmanager
 def temporarily_uninstalled(view: PipelineView, always_back: bool = False) -> Iterator[None]:
-    """Take off what is installed on these components, and put it back if the body fails (or in any case).
+    """Uninstall the sessions of these components, and install them again if the body fails, or always.
 
-    Not where the body may have freed the weights that it would need: a note on the error says so.
+    With ``restorable=False`` the body may have freed weights that the sessions need; then they are not installed again.
+
+    Args:
+        view: the components.
+        always_back: install the sessions again when the body succeeds too.
 
     Raises:
         PipelineError: a component belongs to another optimized pipeline, or to one that cannot be restored.
@@ -145,31 +152,26 @@ def temporarily_uninstalled(view: PipelineView, always_back: bool = False) -> It
 
 
 class Optimized:
-    """A pipeline with passes installed. Leave the ``with`` block, or call :meth:`restore`, to take them back."""
+    """The handle of an optimized pipeline. Leaving the ``with`` block, or :meth:`restore`, uninstalls the passes."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     @property
     def report(self) -> Report:
-        """What each pass did so far."""
+        """What each pass has done so far."""
         return self._session.report()
 
     @property
-    def active(self) -> bool:
-        """Whether the passes are still installed."""
-        return self._session.installed
-
-    @property
     def passes(self) -> tuple[Pass, ...]:
-        """The passes asked for, in the order they run."""
+        """The passes that were asked for, in running order."""
         return self._session.passes
 
     def restore(self) -> None:
-        """Give back the unmodified pipeline, bit for bit. A second call does nothing.
+        """Uninstall all passes; the pipeline is unmodified again, bit for bit. A second call does nothing.
 
         Raises:
-            PipelineError: it was optimized with ``restorable=False``; it stays as it is.
+            PipelineError: the pipeline was optimized with ``restorable=False``; it stays as it is.
         """
         self._session.check_restorable()
         self._session.uninstall()
@@ -182,6 +184,21 @@ class Optimized:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.restore()
+
+
+def check_choices(settings: dict[str, str]) -> None:
+    """Check values of ``executor``, ``scope`` and ``on_shortfall``.
+
+    Raises:
+        PassOptionError: a value is not a choice.
+    """
+    choices = {"executor": tuple(EXECUTORS), "scope": ("block", "model"), "on_shortfall": ("error", "warn")}
+    for name, chosen in settings.items():
+        if chosen not in choices[name]:
+            listed = " or ".join(repr(choice) for choice in choices[name])
+            raise PassOptionError(
+                f"{name}={chosen!r} is not a choice{nearest(str(chosen), choices[name])}. Use {listed}."
+            )
 
 
 def _choose_profile(profile: str | Profile, view: PipelineView) -> tuple[Profile, str | None]:
@@ -209,24 +226,15 @@ def _choose_passes(
     if passes is None:
         passes = [name for name, row in rows.items() if row.enabled]
     instances = []
-    for one in passes:
-        if isinstance(one, Pass):
-            instances.append(one)
+    for item in passes:
+        if isinstance(item, Pass):
+            instances.append(item)
             continue
-        if not isinstance(one, str):
-            hint = f"Make an instance: {one.__name__}()." if isinstance(one, type) else "Give its name or an instance."
-            raise PassOptionError(f"{one!r} is not a pass. {hint}")
-        name = current_name(one)
+        if not isinstance(item, str):
+            if isinstance(item, type):
+                raise PassOptionError(f"{item!r} is not a pass. Make an instance: {item.__name__}().")
+            raise PassOptionError(f"{item!r} is not a pass. Give its name or an instance.")
+        name = current_name(item)
         chosen = rows.get(name)
         instances.append(make_pass(name) if chosen is None else make_row_pass(profile, chosen))
     return instances
-
-
-def check_choices(settings: dict[str, str]) -> None:
-    choices = {"executor": tuple(EXECUTORS), "scope": ("block", "model"), "on_shortfall": ("error", "warn")}
-    for name, chosen in settings.items():
-        if chosen not in choices[name]:
-            listed = " or ".join(repr(choice) for choice in choices[name])
-            raise PassOptionError(
-                f"{name}={chosen!r} is not a choice{nearest(str(chosen), choices[name])}. Use {listed}."
-            )

@@ -1,7 +1,7 @@
-"""Re-prove a rewrite on this machine: run its two sides on random data of a site's real shapes and compare.
+"""Check a rewrite on this machine: run pattern and replacement on random data with the shapes of the site.
 
-Reduction orders differ between devices, sizes and torch versions, so an Exact rewrite that was right elsewhere is
-checked again where it is about to be used; one differing bit and the site keeps its unfused operators.
+Reduction orders differ between devices, sizes and torch versions. Therefore an Exact rewrite that was correct elsewhere
+is checked again before it is used here; if a single bit differs, the site keeps the unfused operators.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from h3opt.graph.nodes import value
 from h3opt.metrics.bits import bits_equal, row_ulps
 from h3opt.pass_api.promises import Exact, Promise, Rounding
 
-_SPREAD = 2.0  # standard deviation of probe data: large enough that exp and division leave their easy range
+_SPREAD = 2.0  # standard deviation of the random data, large enough to reach difficult ranges of exp and division
 
 
 def probe(match: Match, promise: Promise, seed: int = 0) -> str | None:
     """Compare pattern and replacement of ``match`` on random data.
 
     Args:
-        match: a site; its shapes, strides, dtypes, device and literals are used.
-        promise: Exact asks for equal bits, Rounding for at most so many ulps; Perceptual is not probed.
-        seed: for the random data; the global generators are left alone.
+        match: the site; the random data has the same shapes, strides, dtypes and device, and the same literals.
+        promise: Exact asks for equal bits, Rounding for a limit in ulps; Perceptual is not probed.
+        seed: seed of the random data; the global generators stay untouched.
 
     Returns:
-        ``None`` if the promise holds, else what differed.
+        ``None`` if the promise holds, else a sentence about the difference.
     """
     if not isinstance(promise, (Exact, Rounding)):
         return None
     arguments = _random_arguments(match, seed)
     with torch.no_grad():
         expected = _as_tuple(match.rule.pattern(**arguments))
-        found = _as_tuple(match.rule.replacement(**arguments))
-    for reference, candidate in zip(expected, found, strict=True):
+        actual = _as_tuple(match.rule.replacement(**arguments))
+    for reference, candidate in zip(expected, actual, strict=True):
         comparison = bits_equal(reference, candidate)
         if isinstance(promise, Rounding) and (distance := row_ulps(reference, candidate)) > (promise.ulps or 0):
             return f"the probe found {distance:.1f} ulps of a row between this and the unfused operators on this device"
@@ -50,7 +50,7 @@ def probe(match: Match, promise: Promise, seed: int = 0) -> str | None:
 
 
 def signature(match: Match) -> tuple[Any, ...]:
-    """What a probe's result depends on; equal signatures need one probe."""
+    """Everything that the result of a probe depends on; sites with equal signatures share a probe."""
     parts: list[Any] = [match.rule.pattern, match.rule.replacement]
     for name in parameters(match.rule):
         tensor = match.tensor(name)
@@ -74,7 +74,7 @@ def _random_arguments(match: Match, seed: int) -> dict[str, Any]:
         generator = torch.Generator(tensor.device).manual_seed(seed + len(arguments))
         full = [size_hint(size) for size in tensor.shape]
         strides = [size_hint(step) for step in tensor.stride()]
-        shape = [size if step else 1 for size, step in zip(full, strides, strict=True)]  # expanded below
+        shape = [size if step else 1 for size, step in zip(full, strides, strict=True)]  # stride 0: expanded below
         real = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
         if tensor.dtype.is_floating_point:
             noise = torch.randn(shape, generator=generator, device=tensor.device) * _SPREAD

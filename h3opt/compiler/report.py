@@ -1,4 +1,4 @@
-"""What was asked for, what happened, and what it was held to: one entry per pass."""
+"""The report of an optimized pipeline: an entry for each pass with sites, promise and state."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from h3opt.pass_api.promises import Promise
 
 @dataclass
 class PassReport:
-    """One pass.
+    """What one pass did.
 
     Attributes:
         name, kind: as registered.
-        promise: what the pass is held to.
+        promise: the promise of the pass.
         state: ``"on"``, ``"declined"`` (see ``reason``) or ``"waiting"`` (nothing captured yet).
-        reason: why it declined.
+        reason: why the pass declined.
         matched, expected: sites over all modules; ``None`` while unknown.
-        per_region: matched and expected sites per captured graph, e.g. ``{"transformer.block": (1, 1)}``.
-        sites: where it fired, for the first graph of each region.
-        near_misses: sites that match in part, with what differed.
-        refused: sites the probe turned down on this machine.
-        proof: what was proven, in words.
+        per_region: region → (matched, expected) sites in a captured graph, e.g. ``{"transformer.block": (1, 1)}``.
+        sites: the sites that were rewritten, for the first graph of each region.
+        near_misses: sites that match in part, with what differs.
+        refused: sites that the probe refused on this machine, with the reason.
+        proof: the checks on this machine, in words.
     """
 
     name: str
@@ -53,21 +53,21 @@ class PassReport:
         return f"{matched}/{'?' if self.expected is None else self.expected}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready types."""
+        """The entry as JSON-ready types."""
         return {**asdict(self), "promise": str(self.promise)}
 
 
 @dataclass
 class Report:
-    """All passes of one optimized pipeline, by name.
+    """The passes of an optimized pipeline.
 
     Attributes:
-        profile: the profile's name.
-        device: the device's name.
-        executor, scope: how graphs run and what they span.
-        passes: in the order they run.
-        captured: graphs captured per region.
-        notices: sentences a user should read.
+        profile: name of the profile.
+        device: name of the device.
+        executor, scope: how graphs run, and whether a graph spans a block or a model.
+        passes: name of a pass → the entry, in running order.
+        captured: region → number of captured graphs.
+        notices: sentences for the user.
     """
 
     profile: str
@@ -88,7 +88,7 @@ class Report:
         return name in self.passes
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready types."""
+        """The report as JSON-ready types."""
         return {
             "profile": self.profile,
             "device": self.device,

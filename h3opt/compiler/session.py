@@ -1,4 +1,4 @@
-"""``h3opt.optimize``: install passes on a pipeline in place, and take every one of them back."""
+"""The session of a pipeline: install passes in place, rewrite captured graphs, and uninstall everything again."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from h3opt._torch_private import size_hint
 from h3opt.compiler.capture import CapturedGraph, CapturedRegion
@@ -26,14 +27,9 @@ from h3opt.pass_api.promises import Exact
 from h3opt.pipeline.hooks import wrap_calls
 from h3opt.pipeline.view import PipelineView
 
-# By component. A session refers to its components, so holding it here would keep a dropped pipeline for ever.
+# Component → installed session. The references are weak: a session refers to its components, so a strong reference
+# would keep a pipeline alive that nobody uses any more.
 _active: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
-
-
-def session_of(module: torch.nn.Module) -> Session | None:
-    held = _active.get(module)
-    return held() if held is not None else None
-
 
 _WEIGHTS_ARE_GONE = (
     "All passes have been taken off again, but with restorable=False weights that became FP8 stay so: "
@@ -41,8 +37,22 @@ _WEIGHTS_ARE_GONE = (
 )
 
 
+def session_of(module: torch.nn.Module) -> Session | None:
+    """The session that is installed on a component, if there is one."""
+    reference = _active.get(module)
+    return reference() if reference is not None else None
+
+
 class Session:
-    """The passes installed on one pipeline. :class:`Optimized` is its public face."""
+    """The passes on a pipeline; the public handle is :class:`h3opt.compiler.optimize.Optimized`.
+
+    Attributes:
+        view: the components of the pipeline.
+        device: the device of the components.
+        passes: the passes that were asked for, in running order.
+        notices: sentences for the user.
+        installed: whether the passes are installed.
+    """
 
     def __init__(self, view: PipelineView, *, profile: str, executor: str, on_shortfall: str, probe: bool) -> None:
         self.view = view
@@ -59,20 +69,20 @@ class Session:
         self._undo_capture = ExitStack()
 
     def install(self, passes: Sequence[Pass]) -> None:
-        """Install passes and capture entries.
+        """Install passes, and wrap the calls of all modules to capture.
 
         Raises:
-            H3OptError: a pass refused or fell short; everything is taken back.
+            H3OptError: a pass refused or fell short; everything is uninstalled.
         """
         try:
             self._regions = self._regions or [CapturedRegion(region) for region in self.view.regions()]
             if self.view.transformer is not None:
-                wrap_calls(self.view.transformer, _OneThread(), self._undo_modules)
+                wrap_calls(self.view.transformer, _SingleThread(), self._undo_modules)
             self._install_passes(passes)
             for region in self._regions:
                 self._undo_capture.callback(region.install(self))
             for module in self.view.modules if not self._regions else ():
-                wrap_calls(module, _Holder(self), self._undo_capture, innermost=True)
+                wrap_calls(module, _KeepAlive(self), self._undo_capture, innermost=True)
             self.installed = True
             for module in self.view.modules:
                 _active[module] = weakref.ref(self)
@@ -83,7 +93,7 @@ class Session:
             raise
 
     def change_passes(self, passes: Sequence[Pass]) -> None:
-        """Swap the installed passes. Captured graphs stay, and are rewritten anew where the passes differ.
+        """Replace the installed passes. Captured graphs stay, and are rewritten again if the passes differ.
 
         Raises:
             H3OptError: a pass refused or fell short; the pipeline is restored.
@@ -93,7 +103,7 @@ class Session:
         self.install(passes)
 
     def uninstall(self) -> None:
-        """Take everything back, last change first."""
+        """Undo all changes, the last change first."""
         self._undo_capture.close()
         self._undo_modules.close()
         self.installed = False
@@ -102,7 +112,11 @@ class Session:
                 del _active[module]
 
     def check_restorable(self) -> None:
-        """Raise a PipelineError if this is installed and cannot be taken back."""
+        """Check that the passes can be uninstalled.
+
+        Raises:
+            PipelineError: they are installed with ``restorable=False``.
+        """
         if self.installed and not self.view.restorable:
             raise PipelineError(
                 "This pipeline was optimized with restorable=False, so nothing keeps its original weights. "
@@ -111,28 +125,28 @@ class Session:
 
     @property
     def regions(self) -> Sequence[CapturedRegion]:
-        """What is captured."""
+        """The captured regions."""
         return tuple(self._regions)
 
-    def applies(self, one: Pass) -> bool:
-        """Whether a pass can run here."""
-        return one.applies(self.device, self.view) is None
+    def applies(self, candidate: Pass) -> bool:
+        """Whether a pass can run on this device and pipeline."""
+        return candidate.applies(self.device, self.view) is None
 
     @property
     def plan_key(self) -> Any:
-        """Graphs are rewritten once per set of passes that apply and that a graph can tell: schedules it cannot."""
-        return tuple(one for one in self._applicable() if not isinstance(one, SchedulePass))
+        """The passes that apply, without schedule passes, which do not change what a graph is rewritten to."""
+        return tuple(item for item in self._applicable() if not isinstance(item, SchedulePass))
 
     def build(self, captured: CapturedGraph) -> LoweredGraph:
         """Rewrite a captured graph under the current passes; see :class:`h3opt.compiler.capture.Planner`."""
         region = captured.owner.region
         facts = GraphFacts(region.name, region.holds or {region.name: 1}, passes=self.plan_key)
-        graph_passes = [one for one in self.plan_key if isinstance(one, GraphPass)]
+        graph_passes = [item for item in self.plan_key if isinstance(item, GraphPass)]
         graph, outcomes = self._lowering.run(captured.graph, graph_passes, facts)
         return LoweredGraph(graph, outcomes, EXECUTORS[self._executor](graph, captured.example_inputs))
 
     def operators_run(self) -> Counter[str]:
-        """How often each h3opt operator has run so far: calls of each captured graph times its count in the graph."""
+        """How often each h3opt operator has run so far: calls of a captured graph times nodes in the graph, summed."""
         counts: Counter[str] = Counter()
         for region in self._regions:
             for captured in region.captured:
@@ -142,7 +156,7 @@ class Session:
         return counts
 
     def bytes_moved(self) -> int:
-        """Bytes of all operands and results of the h3opt kernels run so far, each counted once per call."""
+        """Bytes of all operands and results of the h3opt kernels that have run so far, each counted once per call."""
         total = 0
         for region in self._regions:
             for captured in region.captured:
@@ -150,8 +164,8 @@ class Session:
                     if getattr(node.target, "namespace", None) != "h3opt":
                         continue
                     if node.target._opname.rpartition("_v")[0] in kernel_names:
-                        tensors = [one.meta.get("val") for one in (node, *node.all_input_nodes)]
-                        total += captured.calls * sum(map(_bytes, tensors))
+                        values = [operand.meta.get("val") for operand in (node, *node.all_input_nodes)]
+                        total += captured.calls * _count_bytes(values)
         return total
 
     def _nodes_run(self, captured: CapturedGraph) -> Iterable[Node]:
@@ -159,50 +173,51 @@ class Session:
         return lowered.graph.graph.nodes if lowered is not None else ()
 
     def failed(self, error: H3OptError) -> None:
-        """A capture failed for a reason of ours: take everything back, so that the pipeline still runs."""
+        """Uninstall everything after an error of h3opt, so that the pipeline still runs; a note tells the user."""
         self.uninstall()
         restored = "The pipeline has been restored to what it was before h3opt.optimize."
         error.add_note(restored if self.view.restorable else _WEIGHTS_ARE_GONE)
 
     def report(self) -> Report:
-        """What each pass did, summed over the modules of every region."""
+        """Report what each pass did, summed over the modules of every region."""
         report = Report(self._profile, self.device.name, self._executor, self.view.scope, notices=list(self.notices))
         report.captured = {region.name: len(region.captured) for region in self._regions}
-        for one in self.passes:
-            entry = PassReport(one.name, one.kind, one.promise)
-            report.passes[one.name] = entry
-            if one.name in self._declined:
-                entry.state, entry.reason = "declined", self._declined[one.name]
-            elif one.name in self._installed_sites:
+        for item in self.passes:
+            entry = PassReport(item.name, item.kind, item.promise)
+            report.passes[item.name] = entry
+            if item.name in self._declined:
+                entry.state, entry.reason = "declined", self._declined[item.name]
+            elif item.name in self._installed_sites:
                 entry.state = "on"
-                entry.matched, entry.expected = self._installed_sites[one.name]
+                entry.matched, entry.expected = self._installed_sites[item.name]
             else:
                 self._sum_graphs(entry)
         return report
 
     def _sum_graphs(self, entry: PassReport) -> None:
+        """Fill in the entry of a graph pass from the outcomes in all captured graphs."""
         probed = 0
         for region in self._regions:
-            found = {
+            by_graph = {
                 captured: lowered.outcomes[entry.name]
                 for captured in region.captured
                 if (lowered := captured.lowered(self.plan_key)) is not None
             }
-            if not found:
+            if not by_graph:
                 continue
-            outcomes = list(found.values())
+            outcomes = list(by_graph.values())
             probed += sum(outcome.probed for outcome in outcomes)
             entry.state = "on"
             fewest = min(outcomes, key=lambda outcome: outcome.matched)
             entry.per_region[region.name] = (fewest.matched, fewest.expected)
             for module in region.modules:
-                # a module runs several graphs, one per structure of its inputs: the one with fewest sites counts
-                its = [outcome for captured, outcome in found.items() if id(module) in captured.modules]
-                least = min(its, key=lambda outcome: outcome.matched, default=None)
-                if least is not None:
-                    entry.matched = (entry.matched or 0) + least.matched
-                    if least.expected is not None:
-                        entry.expected = (entry.expected or 0) + least.expected
+                # A module may run several graphs, one per structure of inputs; the graph with the fewest sites counts.
+                of_module = [outcome for captured, outcome in by_graph.items() if id(module) in captured.modules]
+                counted = min(of_module, key=lambda outcome: outcome.matched, default=None)
+                if counted is not None:
+                    entry.matched = (entry.matched or 0) + counted.matched
+                    if counted.expected is not None:
+                        entry.expected = (entry.expected or 0) + counted.expected
             entry.sites += [f"{region.name}: {site}" for site in outcomes[0].sites]
             entry.refused += [f"{region.name}: {site}" for outcome in outcomes for site in outcome.refused]
             entry.near_misses += [f"{region.name}: {miss}" for miss in outcomes[0].near_misses]
@@ -216,32 +231,32 @@ class Session:
     def _install_passes(self, passes: Sequence[Pass]) -> None:
         self.passes = in_order(passes)
         self._declined, self._installed_sites = {}, {}
-        for one in self.passes:
-            reason = one.applies(self.device, self.view)
+        for item in self.passes:
+            reason = item.applies(self.device, self.view)
             if reason is not None:
-                self._declined[one.name] = reason
-        for one in self._applicable():
-            if isinstance(one, (FormatPass, SchedulePass)):
-                expected = one.expect(self.view)
+                self._declined[item.name] = reason
+        for item in self._applicable():
+            if isinstance(item, (FormatPass, SchedulePass)):
+                expected = item.expect(self.view)
                 try:
-                    matched = one.install(self.view, self._undo_modules)
+                    matched = item.install(self.view, self._undo_modules)
                 except H3OptError:
                     raise
                 except Exception as error:
                     raise PassFailedError(
-                        f"{one.name} could not be installed: {type(error).__name__}: {error}. "
+                        f"{item.name} could not be installed: {type(error).__name__}: {error}. "
                         "The pipeline is as it was; leave the pass out."
                     ) from error
-                self._installed_sites[one.name] = (matched, expected)
+                self._installed_sites[item.name] = (matched, expected)
                 if matched < expected:
-                    self._lowering.fall_short(one.name, "the pipeline", GraphOutcome(matched, expected))
+                    self._lowering.fall_short(item.name, "the pipeline", GraphOutcome(matched, expected))
 
     def _applicable(self) -> tuple[Pass, ...]:
-        return tuple(one for one in self.passes if one.name not in self._declined)
+        return tuple(item for item in self.passes if item.name not in self._declined)
 
 
-class _OneThread:
-    """Around the transformer: passes keep the state of one generation."""
+class _SingleThread:
+    """A call wrapper of the transformer that refuses a second thread: passes keep state of a single generation."""
 
     def __init__(self) -> None:
         self.busy: int | None = None
@@ -259,8 +274,8 @@ class _OneThread:
             self.busy = before
 
 
-class _Holder:
-    """Keeps a session for as long as a module of which nothing is captured; captured ones keep theirs."""
+class _KeepAlive:
+    """A call wrapper that keeps a session alive as long as a module without captured regions."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -269,7 +284,7 @@ class _Holder:
         return proceed(*args, **kwargs)
 
 
-def _bytes(tensors: Any) -> int:
-    if isinstance(tensors, torch.Tensor):
-        return math.prod(size_hint(size) for size in tensors.shape) * tensors.element_size()
-    return sum(map(_bytes, tensors)) if isinstance(tensors, (tuple, list)) else 0
+def _count_bytes(values: Any) -> int:
+    """The bytes of all tensors in nested lists and tuples."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return sum(math.prod(size_hint(size) for size in tensor.shape) * tensor.element_size() for tensor in tensors)

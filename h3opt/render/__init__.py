@@ -1,1 +1,1 @@
-"""What people look at: tables, pages, charts, clips."""
+"""Output for people: tables, pages, charts, pictures and clips."""

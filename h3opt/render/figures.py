@@ -1,4 +1,4 @@
-"""Pictures of a comparison as PNG: charts drawn by matplotlib, frames and heat maps."""
+"""Draw the pictures of a comparison as PNG: charts by matplotlib, frames and heat maps."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ if TYPE_CHECKING:
 
 
 _LEAST_DB = -100.0
-
-
 _LINES: tuple[dict[str, Any], ...] = (
     {"color": "#0b3c5d"},
     {"color": "#b3541e", "linestyle": "--"},
-)  # told apart in grey
+)  # distinguishable in grey too
 
 
 def check_figures() -> None:
-    """Refuse before the work what could not be drawn after it.
+    """Check before the work that figures can be drawn after it.
 
     Raises:
         MissingDependencyError: matplotlib or Pillow is not installed.
@@ -44,11 +42,11 @@ def check_figures() -> None:
 
 
 def lpips_chart(per_frame: Sequence[float], floors: Sequence[Floor] = ()) -> bytes:
-    """LPIPS of every frame, over the noise floor as a band, with a labelled line for every other floor.
+    """Draw LPIPS per frame over the noise floor as a band, with a labelled line for every other floor.
 
     Args:
-        per_frame: LPIPS.
-        floors: what was measured of the unmodified pipeline; a line far above the frames stands in the legend alone.
+        per_frame: LPIPS of each frame.
+        floors: the measured floors; a line far above the frames appears in the legend only.
     """
 
     def draw(axes: Any) -> None:
@@ -63,7 +61,7 @@ def lpips_chart(per_frame: Sequence[float], floors: Sequence[Floor] = ()) -> byt
         for floor, style in zip(measured.values(), ("-.", ":", "--", (0, (1, 4))), strict=False):
             mean = floor.difference.lpips if floor.difference is not None else 0.0
             label = f"{floor.label}, mean {mean:.2g}"
-            if mean > 4 * max(finite, default=0.0):  # a ceiling would press the frames onto the axis
+            if mean > 4 * max(finite, default=0.0):  # a ceiling would flatten the curve
                 axes.plot([], [], " ", label=f"{label} (above)")
                 continue
             axes.axhline(mean, color="#555555", linestyle=style, linewidth=1, label=label)
@@ -76,11 +74,11 @@ def lpips_chart(per_frame: Sequence[float], floors: Sequence[Floor] = ()) -> byt
 
 
 def waveforms(reference: torch.Tensor, candidate: torch.Tensor, sampling_rate: int) -> bytes:
-    """Both clips' sound and their difference, a row for each channel; ``[1, channels, samples]``."""
+    """Draw the sound of both clips ``[1, channels, samples]`` and the difference, a row for each channel."""
     left, right = (audio.detach().cpu().float().flatten(0, -2) for audio in (reference, candidate))
     figure, rows = _subplots(len(left), 1, 1.8)
     seconds = torch.arange(left.shape[-1]) / sampling_rate
-    step = max(1, left.shape[-1] // 4000)  # more points than pixels show nothing
+    step = max(1, left.shape[-1] // 4000)  # more points than pixels add nothing
     for number, axes in enumerate(rows):
         for name, wave, line in (("unmodified", left, _LINES[0]), ("optimized", right, _LINES[1])):
             axes.plot(seconds[::step], wave[number][::step], label=name, linewidth=0.7, **line)
@@ -93,7 +91,7 @@ def waveforms(reference: torch.Tensor, candidate: torch.Tensor, sampling_rate: i
 
 
 def spectrograms(reference: torch.Tensor, candidate: torch.Tensor, sampling_rate: int) -> bytes:
-    """Spectrograms of both clips' sound, a row for each channel; ``[1, channels, samples]``."""
+    """Draw spectrograms of the sound of both clips ``[1, channels, samples]``, a row for each channel."""
     clips = [audio.detach().cpu().flatten(0, -2) for audio in (reference, candidate)]
     figure, rows = _subplots(len(clips[0]), 2, 2.2)
     extent = (0.0, clips[0].shape[-1] / sampling_rate, 0.0, sampling_rate / 2000)
@@ -106,7 +104,7 @@ def spectrograms(reference: torch.Tensor, candidate: torch.Tensor, sampling_rate
 
 
 def latent_chart(reference: LatentTrace, candidate: LatentTrace) -> bytes:
-    """What every denoising step changes, in both clips: root mean squares of video and audio latents."""
+    """Draw the change of video and audio latents by every denoising step, as root mean squares, for both clips."""
     figure, rows = _subplots(1, 2, 2.2)
     for stream, axes in zip(("video", "audio"), rows[0], strict=True):
         for name, trace, line in (("unmodified", reference, _LINES[0]), ("optimized", candidate, _LINES[1])):
@@ -125,12 +123,13 @@ def seam_chart(
     name: str,
     seams: tuple[float, float],
 ) -> bytes:
-    """Two frames ``[3, height, width]`` in [0, 1] without and with tile borders, and where they differ.
+    """Draw two frames with their tile borders, and where they differ.
 
     Args:
+        unmodified, candidate: frames ``[3, height, width]`` in [0, 1].
         unmodified_borders, candidate_borders: rows and columns at which blending begins and ends.
-        name: of the pass that made the candidate.
-        seams: how visible they are in either, for the titles.
+        name: name of the pass that made the candidate.
+        seams: visibility of the seams in both frames, for the titles.
     """
     from matplotlib.figure import Figure
 
@@ -156,7 +155,7 @@ def seam_chart(
 
 
 def frame_png(frame: torch.Tensor, width: int) -> bytes:
-    """``[3, height, width]`` in [0, 1] as a picture no wider than ``width``; NaN is magenta."""
+    """Encode a frame ``[3, height, width]`` in [0, 1] as a picture no wider than ``width``; NaN is magenta."""
     pixels = frame.detach().cpu().float()
     missing = pixels.isnan().any(0)
     pixels = torch.where(missing, torch.tensor([1.0, 0.0, 1.0]).view(3, 1, 1), pixels.nan_to_num(0.0).clamp(0, 1))
@@ -164,7 +163,7 @@ def frame_png(frame: torch.Tensor, width: int) -> bytes:
 
 
 def heat_png(reference: torch.Tensor, candidate: torch.Tensor, full: float, width: int) -> bytes:
-    """Where two frames ``[3, height, width]`` differ: black for equal, yellow for a difference of ``full``."""
+    """Draw where two frames ``[3, height, width]`` differ: black for equal, yellow for a difference of ``full``."""
     from matplotlib import colormaps
 
     difference = (candidate.float() - reference.float()).abs().amax(0).cpu().nan_to_num(full)
@@ -173,10 +172,9 @@ def heat_png(reference: torch.Tensor, candidate: torch.Tensor, full: float, widt
 
 
 def largest_difference(reference: torch.Tensor, candidate: torch.Tensor, frames: Sequence[int]) -> float:
-    """The largest difference of a channel in the given frames; what heat maps are scaled by."""
+    """The largest difference of a channel in the given frames, for the scale of heat maps; 1 for equal frames."""
     left, right = frames_of(reference), frames_of(candidate)
-    found = max(float((right[n].float() - left[n].float()).abs().nan_to_num(0.0).max()) for n in frames)
-    return found or 1.0
+    return max(float((right[n].float() - left[n].float()).abs().nan_to_num(0.0).max()) for n in frames) or 1.0
 
 
 def _chart(draw: Callable[[Any], None]) -> bytes:

@@ -1,4 +1,4 @@
-"""Writes what a pipeline generated: mp4 with sound, and a strip of frames to compare videos by eye."""
+"""Write generated clips: mp4 with sound, and a strip of frames to compare videos by eye."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def write_mp4(
         path: the file; it appears whole or not at all.
         video: [1, frames, 3, height, width] or [frames, 3, height, width], floating point in [0, 1].
         audio: [1, 2, samples] or [2, samples], floating point in [-1, 1].
-        sampling_rate: of the audio, in Hz.
-        fps: frames a second.
+        sampling_rate: samples per second of the audio.
+        fps: frames per second.
 
     Raises:
         PipelineError: when the tensors have other shapes, or the file cannot be written.
@@ -55,8 +55,7 @@ def write_mp4(
         written = 0
         for index, frame in enumerate(pixels):
             container.mux(picture.encode(av.VideoFrame.from_ndarray(frame.numpy(), format="rgb24")))
-            # The sound follows the picture, so that a player needs no seeking; the last frame takes what is
-            # left.
+            # Sound and picture are interleaved, so that a player need not seek; the last frame takes the rest.
             end = round((index + 1) * sampling_rate / fps) if index + 1 < len(pixels) else samples.shape[-1]
             if end > written and written < samples.shape[-1]:
                 block = av.AudioFrame.from_ndarray(samples[:, written:end].numpy(), format="fltp", layout="stereo")
@@ -81,8 +80,7 @@ def write_frame_strip(
 
     Args:
         path: the file; it appears whole or not at all.
-        videos: label to [1, frames, 3, height, width] or [frames, 3, height, width], floating point in [0,
-            1].
+        videos: label → [1, frames, 3, height, width] or [frames, 3, height, width], floating point in [0, 1].
         frames: columns; a video with fewer frames repeats some.
         frame_width: wider frames are scaled down to this many pixels.
 
@@ -124,27 +122,27 @@ def write_frame_strip(
 
 
 def _frames(video: torch.Tensor) -> torch.Tensor:
-    """[frames, 3, height, width] float32 on the CPU, or the error that says what is wrong with `video`."""
-    one = video[0] if video.ndim == 5 and video.shape[0] == 1 else video
-    if one.ndim != 4 or one.shape[1] != 3 or one.numel() == 0 or not one.is_floating_point():
+    """Check a video and return it as [frames, 3, height, width] float32 on the CPU."""
+    frames = video[0] if video.ndim == 5 and video.shape[0] == 1 else video
+    if frames.ndim != 4 or frames.shape[1] != 3 or frames.numel() == 0 or not frames.is_floating_point():
         raise PipelineError(
             "a video must be floating point [1, frames, 3, height, width] or [frames, 3, height, width], "
             f"got {video.dtype} {list(video.shape)}"
         )
-    return one.detach().to("cpu", torch.float32)
+    return frames.detach().to("cpu", torch.float32)
 
 
 def _to_pixels(frames: torch.Tensor) -> torch.Tensor:
-    """uint8 [frames, height, width, 3]."""
+    """Convert frames [frames, 3, height, width] in [0, 1] to uint8 [frames, height, width, 3]."""
     levels = frames.nan_to_num(0.0).clamp(0, 1).mul(255).round().to(torch.uint8)
     return levels.permute(0, 2, 3, 1).contiguous()
 
 
 def _stereo(audio: torch.Tensor) -> torch.Tensor:
-    """float32 [2, samples] on the CPU, or the error that says what is wrong with `audio`."""
-    one = audio[0] if audio.ndim == 3 and audio.shape[0] == 1 else audio
-    if one.ndim != 2 or one.shape[0] != 2 or one.shape[1] == 0 or not one.is_floating_point():
+    """Check stereo sound and return it as [2, samples] float32 in [-1, 1] on the CPU."""
+    sound = audio[0] if audio.ndim == 3 and audio.shape[0] == 1 else audio
+    if sound.ndim != 2 or sound.shape[0] != 2 or sound.shape[1] == 0 or not sound.is_floating_point():
         raise PipelineError(
             f"audio must be floating point [1, 2, samples] or [2, samples], got {audio.dtype} {list(audio.shape)}"
         )
-    return one.detach().to("cpu", torch.float32).nan_to_num(0.0).clamp(-1, 1).contiguous()
+    return sound.detach().to("cpu", torch.float32).nan_to_num(0.0).clamp(-1, 1).contiguous()

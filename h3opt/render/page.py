@@ -1,4 +1,4 @@
-"""Pages for people: a report to look at and listen to, and a blind vote. Each is one HTML file that needs no other."""
+"""Write HTML pages: a report to look at and listen to, and a blind vote. Each page is a single file."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _FRAMES, _FRAME_WIDTH = 9, 480  # shown side by side; a page of full-size frames
 
 
 def check_page(path: Path) -> None:
-    """Make the folder a page goes into, and refuse before the work what could not be written after it.
+    """Create the folder of a page, and check before the work that the page can be written after it.
 
     Raises:
-        PipelineError: the folder cannot be made, or nothing can be written there under that name.
+        PipelineError: the folder cannot be created, or the file cannot be written.
         MissingDependencyError: a package that pages need is not installed.
     """
     check_figures()
@@ -50,7 +50,7 @@ def check_page(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PipelineError(f"{path.parent} cannot be made: {error.strerror}. Give another path.") from error
-    if not path.is_dir():  # which has an error of its own
+    if not path.is_dir():  # check_output_files reports a directory
         check_writable(path)
 
 
@@ -58,15 +58,15 @@ def write_report(path: Path, verdict: Verdict) -> None:
     """Write the report page; it appears whole or not at all.
 
     Args:
-        path: of the HTML file; its folder exists.
-        verdict: of :func:`h3opt.verify`. The clip that moved most is shown.
+        path: the HTML file; the folder exists.
+        verdict: the result of :func:`h3opt.verify`. The page shows the clip that changed most.
 
     Raises:
         PipelineError: the file cannot be written, or the clips differ in length or size.
         MissingDependencyError: jinja2, matplotlib, Pillow or PyAV is not installed.
     """
     reference, optimized = verdict.reference, verdict.optimized
-    bits_equal(reference.audio, optimized.audio)  # refuses sound of another length
+    bits_equal(reference.audio, optimized.audio)  # raises for sound of another length
     equal = bool(bits_equal(reference.video, optimized.video))
     count = frames_of(reference.video).shape[0]
     lpips = [0.0] * count if equal else lpips_per_frame(reference.video, optimized.video).tolist()
@@ -81,7 +81,7 @@ def write_report(path: Path, verdict: Verdict) -> None:
             "settings": verdict.settings[verdict.shown],
             "media": [("unmodified", _mp4(reference)), ("optimized", _mp4(optimized))],
             "frames": _frames(reference, optimized, lpips),
-            "heat_scale": largest_difference(reference.video, optimized.video, _chosen(lpips)),
+            "heat_scale": largest_difference(reference.video, optimized.video, _shown_frames(lpips)),
             "charts": {
                 "lpips": _png(lpips_chart(lpips, verdict.floors)),
                 "waveforms": _png(waveforms(reference.audio, optimized.audio, rate)),
@@ -102,21 +102,21 @@ def write_blind(path: Path, verdict: Verdict) -> None:
     Pairs whose bits are equal are left out: nobody can vote on them.
 
     Args:
-        path: of the HTML file; its folder exists.
-        verdict: of :func:`h3opt.verify`; every clip is one pair.
+        path: the HTML file; the folder exists.
+        verdict: the result of :func:`h3opt.verify`; every clip is a pair.
 
     Raises:
         PipelineError: the file cannot be written, or the clips of a pair differ in length or size.
         MissingDependencyError: jinja2 or PyAV is not installed.
     """
     pairs = verdict.pairs or [(verdict.reference, verdict.optimized)]
-    asked = []
+    shown = []
     for settings, (reference, optimized) in zip(verdict.settings, pairs, strict=True):
         if all([bits_equal(reference.video, optimized.video), bits_equal(reference.audio, optimized.audio)]):
             continue
         label = f"{settings.prompt} (seed {settings.seed})"
-        asked.append({"label": label, "unmodified": _mp4(reference), "optimized": _mp4(optimized)})
-    _write(path, "blind.html", {"pairs": asked, "equal": len(pairs) - len(asked), "confidence": CONFIDENCE})
+        shown.append({"label": label, "unmodified": _mp4(reference), "optimized": _mp4(optimized)})
+    _write(path, "blind.html", {"pairs": shown, "equal": len(pairs) - len(shown), "confidence": CONFIDENCE})
 
 
 def _write(path: Path, template: str, values: dict[str, Any]) -> None:
@@ -140,8 +140,8 @@ def _template(name: str) -> Any:
     return environment.get_template(name)
 
 
-def _chosen(lpips: list[float]) -> list[int]:
-    """Evenly spaced frames, and the worst one."""
+def _shown_frames(lpips: list[float]) -> list[int]:
+    """The numbers of evenly spaced frames and of the worst frame."""
     last = len(lpips) - 1
     even = {round(number * last / (_FRAMES - 1)) for number in range(_FRAMES)}
     return sorted(even | {_worst_frame(lpips)})
@@ -153,7 +153,7 @@ def _worst_frame(lpips: list[float]) -> int:
 
 def _frames(reference: Media, optimized: Media, lpips: list[float]) -> list[dict[str, Any]]:
     left, right = frames_of(reference.video), frames_of(optimized.video)
-    chosen = _chosen(lpips)
+    chosen = _shown_frames(lpips)
     full = largest_difference(reference.video, optimized.video, chosen)
     return [
         {

@@ -1,4 +1,4 @@
-"""What people read: tables of passes, profiles, reports and verdicts."""
+"""Tables and sentences about passes, profiles, reports and verdicts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from h3opt.verification.noise_floors import multiple_digits, multiple_words
 from h3opt.verification.verdict import Verdict
 
 MARKERS = ("<!-- passes:start -->", "<!-- passes:end -->")
-"""Between these lines README.md holds :func:`passes_markdown`."""
+"""README.md contains the output of :func:`passes_markdown` between these lines."""
 
 
 def passes_markdown() -> str:
-    """The pass table of the README, from the registry."""
+    """Render the registered passes as the Markdown table of the README."""
     lines = ["| pass | kind | promise | what it does |", "|---|---|---|---|"]
     lines += [f"| `{cls.name}` | {cls.kind} | {cls.promise} | {cls.summary()} |" for cls in list_passes()]
     return "\n".join(lines)
 
 
 def passes_table() -> Table:
-    """All registered passes."""
+    """Render the registered passes for the console."""
     table = _table("pass", "kind, promise, what it does")
     for cls in list_passes():
         after = f"; runs after {', '.join(cls.after)}" if cls.after else ""
@@ -40,7 +40,7 @@ def passes_table() -> Table:
 
 
 def passes_data() -> list[dict[str, Any]]:
-    """The same as JSON-ready types."""
+    """The registered passes as JSON-ready types."""
     return [
         {
             "name": cls.name,
@@ -54,7 +54,7 @@ def passes_data() -> list[dict[str, Any]]:
 
 
 def profiles_table() -> Table:
-    """All shipped profiles."""
+    """Render the shipped profiles."""
     table = _table("profile", "device", "executor", "passes on", "measured")
     for profile in list_profiles():
         device = profile.device
@@ -72,13 +72,13 @@ def profiles_table() -> Table:
 
 
 def profile_table(profile: Profile) -> Table:
-    """The rows of one profile."""
+    """Render the rows of a profile."""
     table = _table("pass", "on", "options", "when", "evidence or reason")
     for row in profile.passes:
         evidence = "none"
         if row.evidence is not None:
-            found = row.evidence
-            evidence = f"{found.gain}; {found.result} ({found.device}, {found.date})"
+            measured = row.evidence
+            evidence = f"{measured.gain}; {measured.result} ({measured.device}, {measured.date})"
         condition = row.when.to_dict() if row.when is not None else {}
         table.add_row(
             row.name,
@@ -91,7 +91,7 @@ def profile_table(profile: Profile) -> Table:
 
 
 def report_table(report: Report) -> Table:
-    """What each pass did, without a comparison."""
+    """Render what each pass did, without a comparison of clips."""
     table = _table("pass", "kind", "sites", "promise", "state")
     for entry in report:
         state = (
@@ -102,59 +102,67 @@ def report_table(report: Report) -> Table:
 
 
 def verdict_table(verdict: Verdict) -> Table:
-    """What each pass did to picture and sound, in LPIPS, decibels and noise floors.
+    """Render the change of picture and sound by each pass, in LPIPS, decibels and multiples of the noise floor.
 
-    Reasons to decline are in :func:`verdict_lines`.
+    :func:`verdict_lines` has the reasons of passes that declined.
     """
     table = _table("pass", "kind", "sites", "promise", "measured", "floor", "ok?", "s")
     table.padding = (0, 1, 0, 0)
     styles = {True: ("held", "green"), False: ("BROKEN", "bold red"), None: ("declined", "yellow")}
-    for one in verdict.passes:
-        word, style = styles[one.held]
+    for entry in verdict.passes:
+        word, style = styles[entry.held]
+        floor = entry.of_floor
+        unmeasured = entry.declined or entry.difference.equal or floor is None
         table.add_row(
-            one.name,
-            one.kind,
-            one.counts,
-            _short(str(one.promise)),
-            "–" if one.declined else _short(str(one.difference)).removeprefix("LPIPS "),
-            "–" if one.declined or one.difference.equal or one.of_floor is None else multiple_digits(one.of_floor),
+            entry.name,
+            entry.kind,
+            entry.counts,
+            _shorten(str(entry.promise)),
+            "–" if entry.declined else _shorten(str(entry.difference)).removeprefix("LPIPS "),
+            "–" if unmeasured else multiple_digits(entry.of_floor),
             Text(word, style=style),
-            f"{one.seconds:.1f}" if one.seconds < 10 else f"{one.seconds:.0f}",
+            f"{entry.seconds:.1f}" if entry.seconds < 10 else f"{entry.seconds:.0f}",
         )
-    for column in table.columns[3:5]:  # in a narrow window these take two lines, but do not break inside a word
+    for column in table.columns[3:5]:  # in a narrow window these may take two lines, but must not break inside a word
         column.no_wrap, column.min_width = False, 11 if column.header == "promise" else 10
     table.columns[-1].justify, table.columns[-1].no_wrap, table.columns[-1].min_width = "right", True, 3
     return table
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
-    """What stands below the table: who declined, and the comparisons with the unmodified pipeline."""
-    lines = [f"{one.name} declined: {one.declined}" for one in verdict.passes if one.declined]
+    """The sentences below the table: passes that declined, and the comparisons with the unmodified pipeline."""
+    lines = [f"{entry.name} declined: {entry.declined}" for entry in verdict.passes if entry.declined]
     rows = [("captured, no pass on", str(verdict.capture))]
     if verdict.exact_set is not None:
-        of_all = sum(isinstance(one.promise, Exact) for one in verdict.passes)
-        apart = of_all - len(verdict.exact_names)
-        others = f"; {apart} more on top of passes that are not Exact" if apart else ""
-        named = f"Exact passes on ({len(verdict.exact_names)})"
-        rows.append((named, f"{verdict.exact_set} (video and audio{others})"))
+        exact = sum(isinstance(entry.promise, Exact) for entry in verdict.passes)
+        later = exact - len(verdict.exact_names)
+        others = f"; {later} more on top of passes that are not Exact" if later else ""
+        label = f"Exact passes on ({len(verdict.exact_names)})"
+        rows.append((label, f"{verdict.exact_set} (video and audio{others})"))
     hint = f" ({verdict.floor_hint})" if verdict.floor_hint else ""
     rows.append(("all passes on", ", ".join([str(verdict.all_passes), *verdict.floor_words]) + hint))
-    rows += [(floor.label, floor.found) for floor in verdict.floors]
+    rows += [(floor.label, floor.summary) for floor in verdict.floors]
     lines.append("measured: LPIPS and sound against the generation without the pass; floor: in noise floors")
-    lines += ["", "against the unmodified pipeline:", *(f"  {name:22}{found}" for name, found in rows)]
+    lines += ["", "against the unmodified pipeline:", *(f"  {label:22}{text}" for label, text in rows)]
     lines.append(
         f"one generation: {verdict.reference_seconds:.1f} s unmodified, {verdict.optimized_seconds:.1f} s optimized "
         f"(warm), on {verdict.report.device}"
     )
     lines.append(", ".join(f"{package} {version}" for package, version in versions().items()))
     lines += verdict.report.notices
-    lines += _in_floors(verdict)
-    lines += _over_clips(verdict)
-    lines += [f"leaving out {one.name}: {one.left_out_failed or one.left_out}" for one in verdict.passes if one.tried]
-    lines += [f"{one.name} alone: {one.alone_failed or one.alone}" for one in verdict.passes if one.tried_alone]
-    lines += [f"the unmodified pipeline itself has {one}" for one in _by_clip(verdict, verdict.reference_faults)]
-    lines += [f"FAULT: {one}" for one in _by_clip(verdict, verdict.faults)]
-    lines += [f"{one.name} first moved {one.culprit}" for one in verdict.passes if one.culprit is not None]
+    lines += _floor_lines(verdict)
+    lines += _spread_lines(verdict)
+    lines += [
+        f"leaving out {entry.name}: {entry.left_out_failed or entry.left_out}"
+        for entry in verdict.passes
+        if entry.tried
+    ]
+    lines += [
+        f"{entry.name} alone: {entry.alone_failed or entry.alone}" for entry in verdict.passes if entry.tried_alone
+    ]
+    lines += [f"the unmodified pipeline itself has {line}" for line in _fault_lines(verdict, verdict.reference_faults)]
+    lines += [f"FAULT: {line}" for line in _fault_lines(verdict, verdict.faults)]
+    lines += [f"{entry.name} first moved {entry.culprit}" for entry in verdict.passes if entry.culprit is not None]
     if not verdict.held:
         blamed = "no pass, but there are faults" if verdict.faults else "the capture itself, with no pass on"
         lines.append(f"promise broken by: {', '.join(verdict.broken) or blamed}")
@@ -162,32 +170,32 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     return lines
 
 
-def _in_floors(verdict: Verdict) -> list[str]:
-    """Each pass that moved anything, in all floors that were measured if the table's column is not all of them."""
+def _floor_lines(verdict: Verdict) -> list[str]:
+    """The change of each pass in multiples of all floors, if more than the noise floor was measured."""
     if len(verdict.of_floors) == ("ulp" in verdict.of_floors):
         return []
     return [
-        f"{one.name} moved " + ", ".join(multiple_words(name, found) for name, found in one.of_floors.items())
-        for one in verdict.passes
-        if one.floor_words
+        f"{entry.name} moved " + ", ".join(multiple_words(name, multiple) for name, multiple in entry.of_floors.items())
+        for entry in verdict.passes
+        if entry.floor_words
     ]
 
 
-def _over_clips(verdict: Verdict) -> list[str]:
-    """Worst, mean and bound over several clips, everything on."""
-    found = []
+def _spread_lines(verdict: Verdict) -> list[str]:
+    """Worst value, mean and bound over several clips, with all passes."""
+    lines = []
     for name, words, digits in (("lpips", "LPIPS", 4), ("audio_snr_db", "audio dB", 1)):
         if name in verdict.spread:
-            one = verdict.spread[name]
-            bound = "" if one.bound is None else f", no worse than {one.bound:.{digits}f} with confidence {CONFIDENCE}"
-            found.append(
-                f"{words} over {one.clips} clips: worst {one.worst:.{digits}f}, mean {one.mean:.{digits}f}{bound}"
-            )
-    return found
+            spread = verdict.spread[name]
+            line = f"{words} over {spread.clips} clips: worst {spread.worst:.{digits}f}, mean {spread.mean:.{digits}f}"
+            if spread.bound is not None:
+                line += f", no worse than {spread.bound:.{digits}f} with confidence {CONFIDENCE}"
+            lines.append(line)
+    return lines
 
 
-def _by_clip(verdict: Verdict, faults: list[tuple[int, Finding]]) -> list[str]:
-    """Findings, one line for each clip and name."""
+def _fault_lines(verdict: Verdict, faults: list[tuple[int, Finding]]) -> list[str]:
+    """A line for each clip and name of a fault."""
     lines = []
     for (clip, name), group in groupby(faults, lambda fault: (fault[0], fault[1].name)):
         first, *more = (finding for _, finding in group)
@@ -196,8 +204,8 @@ def _by_clip(verdict: Verdict, faults: list[tuple[int, Finding]]) -> list[str]:
     return lines
 
 
-def _short(text: str) -> str:
-    """A promise or a difference for a narrow column: the decibels are those of the sound."""
+def _shorten(text: str) -> str:
+    """Shorten a promise or a difference for a narrow column, where decibels always mean the sound."""
     return text.replace(", audio ", ", ")
 
 

@@ -1,1 +1,1 @@
-"""Verification: a pipeline with passes is held against the unmodified pipeline."""
+"""Verification: compare a pipeline with passes to the unmodified pipeline."""

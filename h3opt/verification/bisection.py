@@ -1,16 +1,16 @@
-"""Where a pass moved the output first: the module, which call of it, and the site inside, with tensors that show it.
+"""Find where a pass changed the output first: the module, the number of the call, and the site inside.
 
-The pipeline runs without the pass and with it, and checksums of what every module outside the captured blocks, and
-every block, reads and returns are compared: the first call whose result differs is where to look. Inside it, a graph
-pass is applied at one site at a time to the graph that ran, on the tensors it ran with; for other passes the module is
-called by itself and its submodules are compared. The tensors of the culprit are saved
-(:mod:`h3opt.verification.evidence`) and can be replayed.
+The pipeline runs without the pass and with it. Checksums of the inputs and outputs of every block, and of every module
+outside the captured blocks, are compared, and the first call with another output is examined further: a graph pass is
+applied at one site at a time to the graph that ran, with the tensors that it ran with; for other passes the module is
+called by itself and its submodules are compared. The tensors of the first difference are saved
+(:mod:`h3opt.verification.evidence`) and can be replayed (:mod:`h3opt.verification.replay`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from h3opt.compiler.capture import CapturedGraph
 from h3opt.compiler.lowering import Lowering
@@ -31,27 +32,29 @@ from h3opt.pass_api.ordering import in_order
 from h3opt.pipeline.generation import GenerationSettings, generate
 from h3opt.pipeline.hooks import wrap_calls
 from h3opt.pipeline.view import PipelineView
-from h3opt.verification.evidence import Evidence, flatten, tensors_in, write_evidence
+from h3opt.verification.evidence import CallEvidence, encode_arguments, tensors_in, write_evidence
 from h3opt.verification.faults import Finding, find_head_faults
 
 Call = tuple[str, int]
-"""(path of a module, which call of it)."""
+"""(path of a module, number of the call of that module, from 0)."""
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """What moved first.
+    """The first call that a pass changed.
 
     Attributes:
-        module: its path from the pipeline, e.g. ``transformer.transformer_blocks.0``; empty if nothing moved again.
-        call: which call of it, from 0.
-        inputs_equal: whether it read equal bits; if not, what feeds it moved, and is no module.
-        site: the site inside, in words, or the submodule; ``None`` where no single one moves the output.
-        moved: how far, in words.
-        alone: whether the module moves when it is called by itself too; if not, what was kept between calls moved it.
-        faults: faults that the site's tensors show by name.
+        module: path of the module from the pipeline, e.g. ``transformer.transformer_blocks.0``; empty if nothing
+            changed in a second run.
+        call: number of the call, from 0.
+        inputs_equal: whether the inputs of the call were equal; if not, code outside the modules changed them.
+        site: the site inside, in words, or the submodule; ``None`` where no single site changes the output.
+        moved: how the outputs differ, in words.
+        alone: whether the module changes its output when it is called by itself too; if not, a value that was kept
+            between calls changed it.
+        faults: faults by name that the tensors of the site show.
         folder: where the tensors were saved.
-        unsaved: why they were not.
+        unsaved: why they were not saved.
     """
 
     module: str
@@ -65,8 +68,8 @@ class Culprit:
     unsaved: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready types."""
-        return {**vars(self), "faults": [one.to_dict() for one in self.faults]}
+        """The culprit as JSON-ready types."""
+        return {**vars(self), "faults": [fault.to_dict() for fault in self.faults]}
 
     def __str__(self) -> str:
         if not self.module:
@@ -76,152 +79,167 @@ class Culprit:
         site = f", at {self.site}" if self.site else ""
         replay = f"; h3opt replay {self.folder}" if self.folder else ""
         unsaved = f"; no evidence was saved: {self.unsaved}" if self.unsaved else ""
-        named = "".join(f"; {one}" for one in self.faults)
-        return f"{self.module}, call {self.call}{inputs}{site}: {self.moved}{named}{replay}{unsaved}"
+        faults = "".join(f"; {fault}" for fault in self.faults)
+        return f"{self.module}, call {self.call}{inputs}{site}: {self.moved}{faults}{replay}{unsaved}"
 
 
 def bisect_pass(
-    session: Session, installed: Sequence[Pass], clips: Sequence[GenerationSettings], folder: Path
+    session: Session, installed: Sequence[Pass], requests: Sequence[GenerationSettings], folder: Path
 ) -> Culprit:
-    """Find what the last of ``installed`` moved first, and save it.
+    """Find the first call that the last of ``installed`` changed, and save its tensors.
 
     Args:
-        session: of a whole pipeline; any passes may be on, and what is on afterwards is not said.
-        installed: the passes; the last is the one that moved the output.
-        clips: generated in this order; the last one moved.
-        folder: where the evidence goes. It appears whole or not at all; what was found is returned in any case.
+        session: the session of a whole pipeline. Any passes may be on; other passes may be on afterwards.
+        installed: the passes; the last pass changed the output.
+        requests: clips to generate in this order; the last clip changed.
+        folder: where the evidence goes. It appears whole or not at all; the culprit is returned in any case.
     """
-    *others, moved = installed
-    before, after = (_Recording() for _ in range(2))
-    for passes, recording in ((others, before), (installed, after)):
-        _replayed(session, passes, clips, recording)
-    first = after.first_moved(before)
+    *others, tested = installed
+    without, with_pass = _CallTrace(), _CallTrace()
+    runs = ((others, without), (installed, with_pass))
+    for passes, trace in runs:
+        _generate_traced(session, passes, requests, trace)
+    first = with_pass.first_changed(without)
     if first is None:
         return Culprit("", 0, True, None, "nothing moved when it was run again: the change depends on chance")
     path, number = first
-    inputs_equal = before.read[first] == after.read[first]
-    for recording in (before, after):
-        recording.wanted = first
-    for passes, recording in ((others, before), (installed, after)):
-        _replayed(session, passes, clips, recording)
-    evidence = Evidence(
-        moved.name,
-        moved.options(),
+    inputs_equal = without.inputs[first] == with_pass.inputs[first]
+    for passes, trace in runs:
+        trace.wanted = first
+        _generate_traced(session, passes, requests, trace)
+    evidence = CallEvidence(
+        tested.name,
+        tested.options(),
         "module",
         path,
         number,
-        [(one.name, one.options()) for one in others],
+        [(other.name, other.options()) for other in others],
         dtype=session.view.dtype,
         device=session.device.type,
     )
-    evidence.inputs, evidence.arguments = flatten(before.arguments)
-    evidence.expected, evidence.found = before.returned, after.returned
+    evidence.inputs, evidence.arguments = encode_arguments(without.arguments)
+    evidence.expected, evidence.actual = without.returned, with_pass.returned
     site, alone = None, True
-    if isinstance(moved, GraphPass) and before.graph is not None:
-        site = _graph_site(session, others, moved, before.graph, evidence)
-    elif not isinstance(moved, GraphPass) and inputs_equal:
-        site, alone = _submodule(session, others, moved, path, before.arguments, evidence)
+    if isinstance(tested, GraphPass) and without.graph is not None:
+        site = _first_site(session, others, tested, without.graph, evidence)
+    elif not isinstance(tested, GraphPass) and inputs_equal:
+        site, alone = _first_submodule(session, others, tested, path, without.arguments, evidence)
     evidence.site = site
     unsaved = None
     try:
         write_evidence(folder, evidence)
-    except PipelineError as error:  # a full disk must not cost the verdict that it comes with
+    except PipelineError as error:  # a full disk must not cost the verdict
         unsaved = str(error)
     heads = getattr(getattr(session.view.transformer, "config", None), "num_attention_heads", 0)
     faults = [
         fault
-        for one, other in zip(evidence.expected, evidence.found, strict=False)
-        for fault in find_head_faults(site or path, one, other, heads)
+        for expected, actual in zip(evidence.expected, evidence.actual, strict=False)
+        for fault in find_head_faults(site or path, expected, actual, heads)
     ]
-    return Culprit(
-        path, number, inputs_equal, site, evidence.moved, alone, faults, None if unsaved else str(folder), unsaved
-    )
+    saved_in = None if unsaved else str(folder)
+    return Culprit(path, number, inputs_equal, site, evidence.difference, alone, faults, saved_in, unsaved)
 
 
 def call_submodules(
     view: PipelineView, passes: Sequence[Pass], path: str, arguments: tuple[Any, ...], wanted: Call | None = None
-) -> tuple[Any, _Recording]:
-    """Call the module at ``path`` by itself under module passes, nothing captured; what it and its parts returned.
+) -> tuple[Any, _CallTrace]:
+    """Call the module at ``path`` by itself with format and schedule passes installed and nothing captured.
 
     Args:
-        wanted: the call whose tensors are kept.
+        view: the pipeline.
+        passes: the passes; graph passes among them do nothing.
+        path: path of the module from the pipeline.
+        arguments: (positional arguments, keyword arguments).
+        wanted: the call with tensors to keep.
+
+    Returns:
+        the output of the module, and a trace of the calls of all its submodules.
     """
-    recording = _Recording(wanted)
+    trace = _CallTrace(wanted)
     with ExitStack() as undo, torch.no_grad():
-        for one in in_order(passes):
-            if not isinstance(one, GraphPass) and one.applies(view.device, view) is None:
-                one.install(view, undo)  # type: ignore[attr-defined]
+        for item in in_order(passes):
+            if not isinstance(item, GraphPass) and item.applies(view.device, view) is None:
+                item.install(view, undo)  # type: ignore[attr-defined]
         component, _, rest = path.partition(".")
         module = getattr(view, component).get_submodule(rest)
-        recording.watch({f"{path}.{name}" if name else path: part for name, part in module.named_modules()}, undo)
+        trace.watch({f"{path}.{name}" if name else path: part for name, part in module.named_modules()}, undo)
         args, kwargs = arguments
-        return module(*args, **kwargs), recording
+        return module(*args, **kwargs), trace
 
 
-class _Recording:
-    """Checksums of what modules read and returned in one run, and the tensors of the one call that is wanted."""
+class _CallTrace:
+    """Checksums of the inputs and outputs of module calls in one run, and the tensors of the wanted call.
+
+    Attributes:
+        wanted: the call with tensors to keep.
+        inputs: call → checksums of the tensors that it read.
+        outputs: call → checksums of the tensors that it returned, in the order in which the calls ended.
+        arguments: copies of the arguments of the wanted call, positional and by keyword.
+        returned: copies of the tensors that the wanted call returned.
+        graph: the captured graph that the wanted call ran, and the graph's arguments.
+    """
 
     def __init__(self, wanted: Call | None = None) -> None:
-        self.read: dict[Call, Any] = {}
-        self.gave: dict[Call, Any] = {}
         self.wanted = wanted
+        self.inputs: dict[Call, Any] = {}
+        self.outputs: dict[Call, Any] = {}
         self.arguments: tuple[Any, ...] = ((), {})
         self.returned: list[torch.Tensor] = []
         self.graph: tuple[CapturedGraph, tuple[Any, ...]] | None = None
         self._counts: dict[str, itertools.count[int]] = {}
 
     def watch(self, modules: Mapping[str, torch.nn.Module], undo: ExitStack) -> None:
-        """Record every call of ``modules``."""
+        """Trace every call of ``modules``."""
         self._counts = {}
         for path, module in modules.items():
-            wrap_calls(module, self._watcher(path), undo)
+            wrap_calls(module, self._tracer(path), undo)
 
-    def first_moved(self, before: _Recording) -> Call | None:
-        """The first call, in the order they ended, that returned other bits than in ``before``.
+    def first_changed(self, before: _CallTrace) -> Call | None:
+        """The first call, in the order in which calls ended, that returned other bits than in ``before``.
 
-        A call that returned other shapes is one that the pass regrouped, and tells only where no other does.
+        Calls with outputs of the same shapes come first: where shapes differ, the pass has grouped the work otherwise.
         """
-        moved = [call for call in self.gave if before.gave.get(call, self.gave[call]) != self.gave[call]]
-        comparable = (call for call in moved if _shapes(before.gave[call]) == _shapes(self.gave[call]))
-        return next(comparable, moved[0] if moved else None)
+        changed = [call for call in self.outputs if before.outputs.get(call, self.outputs[call]) != self.outputs[call]]
+        comparable = (call for call in changed if _shapes(before.outputs[call]) == _shapes(self.outputs[call]))
+        return next(comparable, changed[0] if changed else None)
 
-    def _watcher(self, path: str) -> Callable[..., Any]:
-        def watched(proceed: Any, *args: Any, **kwargs: Any) -> Any:
+    def _tracer(self, path: str) -> Callable[..., Any]:
+        def traced(proceed: Any, *args: Any, **kwargs: Any) -> Any:
             call = path, next(self._counts.setdefault(path, itertools.count()))
-            self.read[call] = _checksums((args, kwargs))
+            self.inputs[call] = _checksums((args, kwargs))
             if call == self.wanted:
-                self.arguments = _copied((args, kwargs))  # now: the module may write to them
+                self.arguments = _copy_tensors((args, kwargs))  # before the call, which may write to its arguments
             result = proceed(*args, **kwargs)
-            self.gave[call] = _checksums(result)
+            self.outputs[call] = _checksums(result)
             if call == self.wanted:
-                self.returned = [one.clone() for one in tensors_in(result)]
+                self.returned = [tensor.clone() for tensor in tensors_in(result)]
             return result
 
-        return watched
+        return traced
 
 
-def _replayed(
-    session: Session, passes: Sequence[Pass], clips: Sequence[GenerationSettings], recording: _Recording
+def _generate_traced(
+    session: Session, passes: Sequence[Pass], requests: Sequence[GenerationSettings], trace: _CallTrace
 ) -> None:
-    """Generate under ``passes`` and record the last clip."""
+    """Generate all clips with ``passes`` and trace the last clip."""
     session.change_passes(passes)
-    for clip in clips[:-1]:
-        generate(session.view.pipe, clip)
+    for request in requests[:-1]:
+        generate(session.view.pipe, request)
     with ExitStack() as undo:
-        modules = _outside_regions(session)
-        recording.watch(modules, undo)
-        if recording.wanted is not None:
-            _listen(session, modules[recording.wanted[0]], recording, undo)
-        generate(session.view.pipe, clips[-1])
+        modules = _uncaptured_modules(session)
+        trace.watch(modules, undo)
+        if trace.wanted is not None:
+            _keep_graph(session, modules[trace.wanted[0]], trace, undo)
+        generate(session.view.pipe, requests[-1])
 
 
-def _outside_regions(session: Session) -> dict[str, torch.nn.Module]:
-    """Modules by path, without those inside a captured one: their calls are no calls any more."""
+def _uncaptured_modules(session: Session) -> dict[str, torch.nn.Module]:
+    """Modules by path, with captured modules but without the modules inside them, which are not called any more."""
     captured = {id(module) for region in session.regions for module in region.modules}
-    found: dict[str, torch.nn.Module] = {}
+    modules: dict[str, torch.nn.Module] = {}
 
     def add(path: str, module: torch.nn.Module) -> None:
-        found[path] = module
+        modules[path] = module
         if id(module) not in captured:
             for name, child in module.named_children():
                 add(f"{path}.{name}", child)
@@ -230,157 +248,142 @@ def _outside_regions(session: Session) -> dict[str, torch.nn.Module]:
         component = getattr(session.view, name)
         if component is not None:
             add(name, component)
-    return found
+    return modules
 
 
-def _listen(session: Session, module: torch.nn.Module, recording: _Recording, undo: ExitStack) -> None:
-    """Keep the graph, and what it ran with, that the wanted call of ``module`` runs."""
-    region = next((one for one in session.regions if any(module is other for other in one.modules)), None)
-    if region is None or recording.wanted is None:
+def _keep_graph(session: Session, module: torch.nn.Module, trace: _CallTrace, undo: ExitStack) -> None:
+    """Keep the graph that the wanted call of ``module`` runs, with the graph's arguments."""
+    regions = (region for region in session.regions if any(module is member for member in region.modules))
+    region = next(regions, None)
+    if region is None or trace.wanted is None:
         return
-    path, number = recording.wanted
+    wanted = trace.wanted
 
-    def heard(captured: CapturedGraph, args: tuple[Any, ...]) -> None:
-        if (path, number) in recording.read and (path, number) not in recording.gave:  # this very call runs
-            recording.graph = captured, _copied(args)
+    def keep(captured: CapturedGraph, args: tuple[Any, ...]) -> None:
+        if wanted in trace.inputs and wanted not in trace.outputs:  # the wanted call has begun and not ended
+            trace.graph = captured, _copy_tensors(args)
 
-    recording.read.clear()
-    recording.gave.clear()
-    region.listener = heard
+    trace.inputs.clear()
+    trace.outputs.clear()
+    region.listener = keep
     undo.callback(setattr, region, "listener", None)
 
 
-def _graph_site(
+def _first_site(
     session: Session,
     others: Sequence[Pass],
-    moved: GraphPass,
+    tested: GraphPass,
     ran: tuple[CapturedGraph, tuple[Any, ...]],
-    evidence: Evidence,
+    evidence: CallEvidence,
 ) -> str | None:
-    """The first site of ``moved`` that changes what the graph returns; its own tensors go into ``evidence``."""
+    """Find the first site of ``tested`` that changes the output of the graph; its tensors go into ``evidence``."""
     captured, args = ran
     region = captured.owner.region
-    graph_passes = [one for one in in_order([*others, moved]) if isinstance(one, GraphPass)]
-    graph_passes = [one for one in graph_passes if session.applies(one)]
+    graph_passes = [item for item in in_order([*others, tested]) if isinstance(item, GraphPass)]
+    graph_passes = [item for item in graph_passes if session.applies(item)]
     facts = GraphFacts(region.name, region.holds or {region.name: 1}, passes=tuple(graph_passes))
 
-    def lowered(chosen: int | None) -> GraphModule:
-        seen = itertools.count()
+    def lower(chosen: int | None) -> GraphModule:
+        """Rewrite the graph with ``tested`` at the chosen site alone, or at no site."""
+        numbers = itertools.count()
 
-        def veto(one: GraphPass, match: Match) -> str | None:
-            return "bisecting" if one is moved and next(seen) != chosen else None
+        def veto(item: GraphPass, match: Match) -> str | None:
+            return "bisecting" if item is tested and next(numbers) != chosen else None
 
         return Lowering("warn", probe=False, veto=veto).run(captured.graph, graph_passes, facts)[0]
 
-    early = graph_passes[: graph_passes.index(moved)]
-    stage, _ = Lowering("warn", probe=False).run(captured.graph, early, facts)
+    earlier = graph_passes[: graph_passes.index(tested)]
+    stage, _ = Lowering("warn", probe=False).run(captured.graph, earlier, facts)
     matches: list[Match] = []
-    apply_rules(tuple(moved.rules()), stage, lambda match: matches.append(match) or "bisecting")  # type: ignore[func-returns-value]
+    apply_rules(tuple(tested.rules()), stage, lambda match: matches.append(match) or "bisecting")  # type: ignore[func-returns-value]
     with torch.no_grad():
-        usual = tensors_in(lowered(None)(*args))
+        expected = tensors_in(lower(None)(*args))
         for number, match in enumerate(matches):
-            if all(map(bits_equal, usual, tensors_in(lowered(number)(*args)))):
+            if all(map(bits_equal, expected, tensors_in(lower(number)(*args)))):
                 continue
-            values = _Values(stage, match).of(args)
-            arguments = {name: _real(bound, values) for name, bound in match.bound.items()}
-            rules = list(moved.rules())
+            values = _BoundValues(stage, match).of(args)
+            arguments = {name: tree_map_only(Node, values.__getitem__, bound) for name, bound in match.bound.items()}
+            rules = list(tested.rules())
             evidence.kind = "site"
             evidence.rule = next(n for n, rule in enumerate(rules) if rule.pattern is match.rule.pattern)
-            evidence.inputs, evidence.arguments = flatten(((), arguments))
+            evidence.inputs, evidence.arguments = encode_arguments(((), arguments))
             evidence.expected = tensors_in(match.rule.pattern(**arguments))
-            evidence.found = tensors_in(match.rule.replacement(**arguments))
+            evidence.actual = tensors_in(match.rule.replacement(**arguments))
             return match.site
     return None
 
 
-def _submodule(
+def _first_submodule(
     session: Session,
     others: Sequence[Pass],
-    moved: Pass,
+    tested: Pass,
     path: str,
     arguments: tuple[Any, ...],
-    evidence: Evidence,
+    evidence: CallEvidence,
 ) -> tuple[str | None, bool]:
-    """The first submodule of the one at ``path`` that returns other bits, called by itself with what it read; and
-    whether there is any."""
+    """Call the module at ``path`` by itself and find its first submodule with another output.
+
+    Returns:
+        the path of the submodule, or ``None`` if it is the module itself; and whether any output differs.
+    """
     session.uninstall()
-    _, before = call_submodules(session.view, others, path, arguments)
-    _, after = call_submodules(session.view, [*others, moved], path, arguments)
-    first = after.first_moved(before)
+    _, without = call_submodules(session.view, others, path, arguments)
+    _, with_pass = call_submodules(session.view, [*others, tested], path, arguments)
+    first = with_pass.first_changed(without)
     if first is None or first[0] == path:
         return None, first is not None
-    _, before = call_submodules(session.view, others, path, arguments, first)
-    _, after = call_submodules(session.view, [*others, moved], path, arguments, first)
-    evidence.expected, evidence.found = before.returned, after.returned
+    _, without = call_submodules(session.view, others, path, arguments, first)
+    _, with_pass = call_submodules(session.view, [*others, tested], path, arguments, first)
+    evidence.expected, evidence.actual = without.returned, with_pass.returned
     evidence.module, evidence.call = first[0], 0
-    evidence.inputs, evidence.arguments = flatten(before.arguments)
+    evidence.inputs, evidence.arguments = encode_arguments(without.arguments)
     return first[0], True
 
 
-class _Values(Interpreter):
-    """The values that a match's parameters had."""
+class _BoundValues(Interpreter):
+    """Runs a graph and keeps the values of the nodes that a match binds to its parameters."""
 
     def __init__(self, graph: GraphModule, match: Match) -> None:
         super().__init__(graph, garbage_collect_values=True)
-        self._wanted = set(_nodes(list(match.bound.values())))
-        self._found: dict[Node, Any] = {}
+        self._wanted = {leaf for leaf in tree_leaves(dict(match.bound)) if isinstance(leaf, Node)}
+        self._values: dict[Node, Any] = {}
 
     def of(self, args: tuple[Any, ...]) -> dict[Node, Any]:
         self.run(*args)
-        return self._found
+        return self._values
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         if n in self._wanted:
-            self._found[n] = result
+            self._values[n] = result
         return result
 
 
-def _nodes(bound: Any) -> Iterator[Node]:
-    if isinstance(bound, Node):
-        yield bound
-    elif isinstance(bound, (list, tuple)):
-        for item in bound:
-            yield from _nodes(item)
-
-
-def _real(bound: Any, values: Mapping[Node, Any]) -> Any:
-    if isinstance(bound, Node):
-        return values[bound]
-    return [_real(item, values) for item in bound] if isinstance(bound, (list, tuple)) else bound
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {name: _copied(item) for name, item in value.items()}
-    return type(value)(map(_copied, value)) if isinstance(value, (list, tuple)) else value
+def _copy_tensors(value: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
 
 
 def _checksums(value: Any) -> tuple[Any, ...]:
-    return tuple((tuple(one.shape), str(one.dtype), _checksum(one)) for one in tensors_in(value))
+    return tuple((tuple(tensor.shape), str(tensor.dtype), _checksum(tensor)) for tensor in tensors_in(value))
 
 
 def _shapes(checksums: tuple[Any, ...]) -> list[Any]:
-    return [one[:-1] for one in checksums]
+    return [(shape, dtype) for shape, dtype, _ in checksums]
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WEIGHT_STEP = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio: neighbouring places get unlike weights
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """A sum over all elements' bits, weighted by place, modulo 2**64; NaNs count alike."""
+    """Sum the bits of all elements, weighted by their place, modulo 2**64; every NaN counts the same."""
     flat = tensor.detach().reshape(-1)
     if flat.is_floating_point():
         flat = flat.double() if flat.element_size() == 1 else flat
-        flat = flat.masked_fill(flat.isnan(), float("nan")).view(_INTEGER[flat.element_size()])
+        flat = flat.masked_fill(flat.isnan(), float("nan")).view(_INTEGERS[flat.element_size()])
     total = 0
     for start in range(0, flat.numel(), 1 << 22):
         part = flat[start : start + (1 << 22)].to(torch.int64)
-        place = torch.arange(start, start + part.numel(), device=part.device) * _ODD + 1
+        place = torch.arange(start, start + part.numel(), device=part.device) * _WEIGHT_STEP + 1
         total += int((part * (place ^ (place >> 29))).sum())
     return total % 2**64
-
-
-_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-_ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio: neighbouring places get unlike weights

@@ -1,14 +1,13 @@
-"""What each Perceptual promise should be on the trained reference: the worst that was measured, with a margin stated
-here and nowhere else.
+"""Calibrate Perceptual promises on the trained reference: the worst measurement, with the margin defined here.
 
-A promise below what was measured is broken. One far above it says nothing: a pass could get many times worse under it
-without anybody being told. A promise is set to the worst measurement with its margin, rounded to two digits, and is
-*calibrated* as long as it lies between the worst measurement and twice that margin: how FP8 rounds depends on the last
-bit of what it is given, so another machine measures a little more, or less.
+A promise below the measurement is broken. A promise far above it has no use: the pass could become many times worse
+without a report. A promise is set to the worst measurement with the margin, rounded to two digits. It is *calibrated*
+as long as it lies between the worst measurement and twice that margin: how FP8 rounds depends on the last bit of the
+input, so measurements differ a little between machines.
 
-What passes promise for just any model (``lpips``, ``audio_snr_db`` of the promise itself) is looser: pictures with more
-in them change more. It is taken from what others measured with the released weights, and ``h3opt verify --model`` holds
-passes to it.
+Promises for any other model (``lpips`` and ``audio_snr_db`` of the promise itself) are looser: pictures with more
+detail change more. They follow published measurements with the released weights, and ``h3opt verify --model`` applies
+them.
 """
 
 from __future__ import annotations
@@ -24,22 +23,21 @@ from h3opt.verification.difference import Difference
 from h3opt.verification.verdict import Verdict
 
 LPIPS_MARGIN = 2.0
-"""A promise may be this many times the worst LPIPS that was measured."""
-
+"""The promised LPIPS over the worst measured LPIPS."""
 
 SNR_MARGIN_DB = 6.0
-"""And this many decibels below the worst audio signal-to-noise ratio: twice the noise."""
+"""The worst measured audio signal-to-noise ratio minus the promised ratio: 6 dB are twice the noise."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """One Perceptual promise beside what was measured.
+    """A Perceptual promise and the measurement for it.
 
     Attributes:
-        name: of the pass.
-        promise: as it stands in the pass.
+        name: name of the pass.
+        promise: the promise as the pass declares it.
         measured: the worst of each measure over the clips.
-        clips: how many.
+        clips: number of clips.
     """
 
     name: str
@@ -49,8 +47,10 @@ class Calibration:
 
     @property
     def suggested(self) -> Perceptual:
-        """What the promise should be: the worst with its margin, rounded away from it; sound that kept all its bits is
-        not promised in decibels."""
+        """The promise to declare: the worst measurement with the margin, rounded away from the measurement.
+
+        Sound without a differing bit needs no decibels.
+        """
         snr = self.measured.audio_snr_db
         return dataclasses.replace(
             self.promise,
@@ -60,17 +60,18 @@ class Calibration:
 
     @property
     def kept(self) -> bool:
-        """Whether the promise allows what was measured."""
-        return self.measured.lpips <= self.promise.lpips and self.measured.audio_snr_db >= _least(self.promise)
+        """Whether the promise allows the measurement."""
+        return self.measured.lpips <= self.promise.lpips and self.measured.audio_snr_db >= _promised_snr(self.promise)
 
     @property
     def loose(self) -> bool:
-        """Whether it allows more than what was measured with twice the margin."""
+        """Whether the promise allows more than the measurement with twice the margin."""
         suggested = self.suggested
-        return self.promise.lpips > 2 * suggested.lpips or _least(self.promise) < _least(suggested) - SNR_MARGIN_DB
+        loosest_snr = _promised_snr(suggested) - SNR_MARGIN_DB
+        return self.promise.lpips > 2 * suggested.lpips or _promised_snr(self.promise) < loosest_snr
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready types."""
+        """The calibration as JSON-ready types."""
         return {
             "pass": self.name,
             "promise": str(self.promise),
@@ -90,27 +91,29 @@ class Calibration:
 
 
 def calibrations(verdict: Verdict) -> list[Calibration]:
-    """Every Perceptual promise of a verification, of passes that did not decline.
+    """Calibrate every Perceptual promise of a verification; passes that declined are left out.
 
     Raises:
-        PipelineError: a pass made NaN, with which no threshold can be stated.
+        PipelineError: a pass made NaN, for which there is no threshold.
     """
-    found = []
-    for one in verdict.passes:
-        if not isinstance(one.promise, Perceptual) or one.declined:
+    results = []
+    for entry in verdict.passes:
+        if not isinstance(entry.promise, Perceptual) or entry.declined:
             continue
-        if math.isnan(one.difference.lpips) or not one.difference.audio_snr_db > -math.inf:
-            raise PipelineError(f"{one.name} makes NaN, or noise of silence. Mend it before its promise is calibrated.")
-        found.append(Calibration(one.name, one.promise, one.difference, len(verdict.settings)))
-    return found
+        if math.isnan(entry.difference.lpips) or not entry.difference.audio_snr_db > -math.inf:
+            raise PipelineError(
+                f"{entry.name} makes NaN, or noise of silence. Mend it before its promise is calibrated."
+            )
+        results.append(Calibration(entry.name, entry.promise, entry.difference, len(verdict.settings)))
+    return results
 
 
-def _least(promise: Perceptual) -> float:
+def _promised_snr(promise: Perceptual) -> float:
     return math.inf if promise.audio_snr_db is None else promise.audio_snr_db
 
 
 def _two_digits_up(value: float) -> float:
-    """``0.01231`` → ``0.013``; exact thresholds stay, despite binary fractions."""
+    """Round up to two digits: ``0.01231`` → ``0.013``. A value with two digits stays, despite binary fractions."""
     if value == 0:
         return 0.0
     digits = 1 - math.floor(math.log10(value))

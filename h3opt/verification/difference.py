@@ -1,4 +1,4 @@
-"""How far one generation is from another, over one clip and over many."""
+"""Measure how far two generations are apart, over one clip and over several."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from h3opt.metrics.video import psnr_db, ssim_per_frame, temporal_difference
 from h3opt.pipeline.generation import Media
 
 CONFIDENCE = 0.95
-"""Of every bound on a mean."""
+"""The confidence of every bound on a mean."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one generation is from another; of several, the worst of each measure.
+    """How far a generation is from a reference; over several clips, the worst value of each measure.
 
     Attributes:
-        video_differing, audio_differing: elements whose bits differ.
-        lpips: mean over frames; 0 when the bits are equal.
-        psnr_db: of the video.
-        audio_snr_db: of the worst channel.
-        worst_frame_lpips: of the worst frame.
-        ssim: mean over frames.
+        video_differing, audio_differing: number of elements that differ in any bit.
+        lpips: mean LPIPS over frames; 0 for equal bits.
+        psnr_db: peak signal-to-noise ratio of the video.
+        audio_snr_db: signal-to-noise ratio of the worst channel.
+        worst_frame_lpips: LPIPS of the worst frame.
+        ssim: mean SSIM over frames.
         temporal_difference: mean over time, see :func:`h3opt.metrics.video.temporal_difference`.
         audio_si_sdr_db, audio_log_spectral_db: of the worst channel.
-        av_offset_frames: how much later the sound comes to the picture than in the reference.
+        av_offset_frames: by how many frames the sound is later against the picture than in the reference.
     """
 
     video_differing: int = 0
@@ -55,52 +55,51 @@ class Difference:
         """Compare two generations of one prompt.
 
         Raises:
-            PipelineError: they differ in length or size.
+            PipelineError: the generations differ in length or size.
         """
         video, audio = (reference.video, candidate.video), (reference.audio, candidate.audio)
-        found: dict[str, Any] = {
+        measures: dict[str, Any] = {
             "video_differing": bits_equal(*video).differing,
             "audio_differing": bits_equal(*audio).differing,
         }
-        if found["video_differing"]:
+        if measures["video_differing"]:
             lpips = lpips_per_frame(*video)
-            found |= {
+            measures |= {
                 "lpips": float(lpips.mean()),
                 "worst_frame_lpips": float(lpips.max()),  # NaN if one frame is
                 "psnr_db": psnr_db(*video),
                 "ssim": float(ssim_per_frame(*video).mean()),
                 "temporal_difference": float(temporal_difference(*video).mean()),
             }
-        if found["audio_differing"]:
-            found |= {
+        if measures["audio_differing"]:
+            measures |= {
                 "audio_snr_db": float(audio_snr_db(*audio).min()),
                 "audio_si_sdr_db": float(si_sdr_db(*audio).min()),
                 "audio_log_spectral_db": float(log_spectral_distance_db(*audio).max()),
             }
-        if found["video_differing"] or found["audio_differing"]:
-            found["av_offset_frames"] = av_offset(video, audio, reference.sampling_rate)
-        return cls(**found)
+        if measures["video_differing"] or measures["audio_differing"]:
+            measures["av_offset_frames"] = av_offset(video, audio, reference.sampling_rate)
+        return cls(**measures)
 
     @classmethod
     def worst(cls, differences: Iterable[Difference]) -> Difference:
-        """The worst of each measure; NaN is worse than any number."""
-        all_of = list(differences)
-        return cls(
-            **{one.name: max((getattr(d, one.name) for d in all_of), key=_badness(one.name)) for one in fields(cls)}
-        )
+        """Take the worst value of each measure; NaN is worse than any number."""
+        clips = list(differences)
+        names = [measure.name for measure in fields(cls)]
+        return cls(**{name: max((getattr(clip, name) for clip in clips), key=_badness(name)) for name in names})
 
     def over(self, floor: Difference) -> float:
-        """The larger of picture and sound as a multiple of what ``floor`` has: LPIPS by LPIPS, noise by noise.
+        """Return this difference as a multiple of ``floor``: the larger of the ratio of LPIPS and of noise amplitudes.
 
-        0 for equal bits; infinite where the floor has none of what this has. Noise amplitudes are compared, so 6 dB
-        less audio SNR are a factor of two.
+        The multiple is 0 for equal bits, and infinite where the floor is 0 and this difference is not. An audio SNR
+        that is 6 dB lower is a factor of two.
         """
         picture = _ratio(self.lpips, floor.lpips)
         sound = _ratio(_amplitude(self.audio_snr_db), _amplitude(floor.audio_snr_db))
         return max(picture, sound, key=_nan_worst)
 
     def to_dict(self) -> dict[str, Any]:
-        """Its fields by name."""
+        """The measures by name."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -116,9 +115,10 @@ class Spread:
     """One measure over several clips.
 
     Attributes:
-        clips: how many.
-        worst, mean: of them.
-        bound: the mean is no worse than this with confidence 0.95; ``None`` for one clip or where a clip is infinite.
+        clips: number of clips.
+        worst, mean: worst and mean value.
+        bound: the mean is no worse than this with confidence :data:`CONFIDENCE`; ``None`` for a single clip, or if a
+            value is not finite.
     """
 
     clips: int
@@ -131,18 +131,18 @@ class Spread:
         """Summarise ``values``.
 
         The bound is the one-sided Student t bound of a mean, ``mean ± t(0.95, n - 1) s / sqrt(n)`` (Student, "The
-        Probable Error of a Mean", Biometrika 1908): right for clips drawn alike and a mean that is nearly normal,
-        which for a few clips with long tails it is not. Look at the worst too.
+        Probable Error of a Mean", Biometrika 1908). It assumes independent clips and a mean that is nearly normally
+        distributed, which does not hold for few clips with long tails; the worst value is needed too.
 
         Args:
-            values: one a clip.
-            badness: larger for what is worse.
+            values: a value for each clip.
+            badness: a key that is larger for a worse value.
         """
         count, worst = len(values), max(values, key=badness)
         mean = sum(values) / count
         bound = None
         if count > 1 and all(map(math.isfinite, values)):
-            from scipy.stats import t  # lpips needs scipy too
+            from scipy.stats import t
 
             deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
             margin = float(t.ppf(CONFIDENCE, count - 1)) * deviation / math.sqrt(count)
@@ -151,19 +151,19 @@ class Spread:
 
 
 def spreads(differences: Sequence[Difference]) -> dict[str, Spread]:
-    """Each measure over several clips, by name."""
+    """Summarise each measure over several clips, by name."""
     return {
-        one.name: Spread.of([float(getattr(d, one.name)) for d in differences], _badness(one.name))
-        for one in fields(Difference)
+        measure.name: Spread.of([float(getattr(clip, measure.name)) for clip in differences], _badness(measure.name))
+        for measure in fields(Difference)
     }
 
 
 def _badness(measure: str) -> Callable[[float], float]:
-    """A key that is larger for what is worse; NaN is the worst."""
+    """A sort key that is larger for a worse value; NaN is the worst."""
     if measure.endswith("_offset_frames"):
         return lambda value: math.inf if math.isnan(value) else abs(value)
-    falling = measure == "ssim" or measure in ("psnr_db", "audio_snr_db", "audio_si_sdr_db")
-    return lambda value: math.inf if math.isnan(value) else (-value if falling else value)
+    higher_is_better = measure in ("ssim", "psnr_db", "audio_snr_db", "audio_si_sdr_db")
+    return lambda value: math.inf if math.isnan(value) else (-value if higher_is_better else value)
 
 
 def _nan_worst(value: float) -> float:
@@ -174,7 +174,7 @@ def _amplitude(snr_db: float) -> float:
     return 10 ** (-snr_db / 20)
 
 
-def _ratio(found: float, floor: float) -> float:
-    if found == 0:
+def _ratio(value: float, floor: float) -> float:
+    if value == 0:
         return 0.0
-    return found / floor if floor else math.inf
+    return value / floor if floor else math.inf

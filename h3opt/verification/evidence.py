@@ -1,11 +1,15 @@
-"""The tensors that show a broken promise, on disk: written whole, and replayed with one command."""
+"""The evidence of a broken promise: one call without a pass and with it, saved with its tensors.
+
+A folder of evidence holds ``evidence.json`` and ``tensors.safetensors`` and appears whole or not at all.
+:mod:`h3opt.verification.replay` runs the call again.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,32 +17,37 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.utils._pytree import tree_leaves
 
-from h3opt.device import Device
 from h3opt.environment import versions
-from h3opt.errors import CheckpointError, DeviceError, PipelineError
+from h3opt.errors import CheckpointError, PipelineError
 from h3opt.files import temporary_sibling
-from h3opt.metrics.bits import Comparison, bits_equal
+from h3opt.metrics.bits import bits_equal
+
+BITS_EQUAL = "bits equal"
+"""What :func:`describe_difference` says of equal tensors."""
 
 _INDEX, _TENSORS = "evidence.json", "tensors.safetensors"
 
 
 @dataclass
-class Evidence:
-    """One call, or one site of a rule, without a pass and with it.
+class CallEvidence:
+    """One call of a module, or one site of a rule, without a pass and with it.
 
     Attributes:
-        name, options: of the pass.
+        name, options: name and options of the pass.
         kind: ``"site"``: pattern and replacement of a rule were called; ``"module"``: the module at ``module`` was.
-        module, call: where in the pipeline.
-        others: (name, options) of the passes that were on besides.
-        site: in words.
-        rule: which of the pass's rules.
+        module: path of the module in the pipeline.
+        call: number of the call of the module, from 0.
+        others: (name, options) of the other passes that were on.
+        site: the site in words, for people.
+        rule: number of the rule of the pass.
         inputs: the tensors that were read, by name.
-        arguments: positional and keyword arguments as JSON, with the names of tensors in their places.
-        expected, found: what was returned without the pass, and with it.
-        dtype: of the model; see :attr:`h3opt.pipeline.view.PipelineView.dtype`.
-        device: type of the device it was on.
+        arguments: positional and keyword arguments as JSON, with names of tensors in place of tensors.
+        expected: the tensors that were returned without the pass.
+        actual: the tensors that were returned with the pass.
+        dtype: dtype of the model; see :attr:`h3opt.pipeline.view.PipelineView.dtype`.
+        device: type of the device that the call ran on.
     """
 
     name: str
@@ -52,30 +61,30 @@ class Evidence:
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     arguments: Any = None
     expected: list[torch.Tensor] = field(default_factory=list)
-    found: list[torch.Tensor] = field(default_factory=list)
+    actual: list[torch.Tensor] = field(default_factory=list)
     dtype: torch.dtype = field(kw_only=True)
     device: str = field(kw_only=True)
 
     @property
-    def moved(self) -> str:
-        """How far ``found`` is from ``expected``, in words."""
-        return compared(self.expected, self.found)
+    def difference(self) -> str:
+        """How ``actual`` differs from ``expected``, in words."""
+        return describe_difference(self.expected, self.actual)
 
     def call_arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        """``arguments`` with the tensors in their places."""
-        args, kwargs = _restored(self.arguments, self.inputs)
-        return args, kwargs
+        """``arguments`` with tensors in place of their names."""
+        args, kwargs = self.arguments
+        return _decode(args, self.inputs), _decode(kwargs, self.inputs)
 
 
-def write_evidence(folder: Path, evidence: Evidence) -> None:
-    """Write ``evidence.json`` and ``tensors.safetensors``; the folder appears whole or not at all.
+def write_evidence(folder: Path, evidence: CallEvidence) -> None:
+    """Write evidence to a folder, which appears whole or not at all and replaces older evidence.
 
     Raises:
-        PipelineError: it cannot be written, or holds something else.
+        PipelineError: the folder cannot be written, or holds something else.
     """
     tensors = {f"input.{name}": tensor for name, tensor in evidence.inputs.items()}
-    for side in ("expected", "found"):
-        tensors |= {f"{side}.{number}": tensor for number, tensor in enumerate(getattr(evidence, side))}
+    for prefix, returned in (("expected", evidence.expected), ("found", evidence.actual)):
+        tensors |= {f"{prefix}.{number}": tensor for number, tensor in enumerate(returned)}
     index = {
         "pass": evidence.name,
         "options": evidence.options,
@@ -88,32 +97,33 @@ def write_evidence(folder: Path, evidence: Evidence) -> None:
         "site": evidence.site,
         "rule": evidence.rule,
         "arguments": evidence.arguments,
-        "moved": evidence.moved,
+        "moved": evidence.difference,
         "versions": versions(),
     }
     try:
         _check_replaceable(folder)
         with temporary_sibling(folder) as partial, temporary_sibling(folder.with_name(f"{folder.name}.old")) as old:
             partial.mkdir(parents=True)
-            save_file({name: _plain(tensor) for name, tensor in tensors.items()}, partial / _TENSORS)
+            plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+            save_file(plain, partial / _TENSORS)
             (partial / _INDEX).write_text(json.dumps(index, indent=2, default=str) + "\n", encoding="utf-8")
             if folder.exists():
-                folder.rename(old)  # in one go: removing takes a while
+                folder.rename(old)  # quick, while removing a folder takes time
             partial.rename(folder)
-    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         why = getattr(error, "strerror", None) or error
         raise PipelineError(f"{folder} cannot be written: {why}. Give another folder.") from error
 
 
 def check_folder(folder: Path, names: Iterable[str] = ()) -> None:
-    """Refuse before the work places that :func:`write_evidence` could not write to after it.
+    """Check before the work that :func:`write_evidence` can write there after it.
 
     Args:
-        folder: that evidence goes into.
-        names: of the passes, each of which has a folder there.
+        folder: the folder for all evidence.
+        names: names of the passes; each has a folder in it.
 
     Raises:
-        PipelineError: nothing can be made there, or what stands in a pass's place is no evidence.
+        PipelineError: nothing can be created there, or the folder of a pass holds something other than evidence.
     """
     existing = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -124,21 +134,17 @@ def check_folder(folder: Path, names: Iterable[str] = ()) -> None:
         _check_replaceable(folder / name)
 
 
-def _check_replaceable(folder: Path) -> None:
-    if os.path.lexists(folder) and not (folder / _INDEX).is_file():
-        raise PipelineError(f"{folder} holds something other than evidence. Give another folder.")
-
-
-def read_evidence(folder: Path) -> Evidence:
-    """What :func:`write_evidence` wrote.
+def read_evidence(folder: Path) -> CallEvidence:
+    """Read what :func:`write_evidence` wrote.
 
     Raises:
-        CheckpointError: it is missing, truncated or something else.
+        CheckpointError: the evidence is missing, truncated or something else.
     """
     try:
         index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
         tensors = load_file(folder / _TENSORS)
-        evidence = Evidence(
+        inputs = {name.removeprefix("input."): tensor for name, tensor in tensors.items() if name.startswith("input.")}
+        evidence = CallEvidence(
             index["pass"],
             dict(index["options"]),
             index["kind"],
@@ -147,20 +153,21 @@ def read_evidence(folder: Path) -> Evidence:
             [(name, dict(options)) for name, options in index["others"]],
             index["site"],
             index["rule"],
-            {name.removeprefix("input."): tensor for name, tensor in tensors.items() if name.startswith("input.")},
+            inputs,
             index["arguments"],
-            dtype=_dtype_named(index["dtype"]),
+            _numbered(tensors, "expected"),
+            _numbered(tensors, "found"),
+            dtype=_dtype_of(index["dtype"]),
             device=torch.device(index["device"]).type,
         )
-        for side in ("expected", "found"):
-            count = sum(name.startswith(f"{side}.") for name in tensors)
-            setattr(evidence, side, [tensors[f"{side}.{number}"] for number in range(count)])
         evidence.call_arguments()
-        kinds = {str: (evidence.name, evidence.module), int: (evidence.call, evidence.rule)}
-        if not all(isinstance(one, kind) for kind, some in kinds.items() for one in some) or evidence.rule < 0:
+        texts, numbers = (evidence.name, evidence.module), (evidence.call, evidence.rule)
+        if not all(isinstance(text, str) for text in texts) or not all(isinstance(item, int) for item in numbers):
             raise ValueError("pass, module, call or rule is not what it should be")
-        if evidence.kind not in ("site", "module") or not evidence.expected or not evidence.found:
-            raise ValueError("it is of no site or module, or what was returned is missing")
+        if evidence.rule < 0 or evidence.kind not in ("site", "module"):
+            raise ValueError("it is of no site or module, or has no such rule")
+        if not evidence.expected or not evidence.actual:
+            raise ValueError("what was returned is missing")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder} holds no evidence that can be read ({type(error).__name__}: {error}). Give a folder that "
@@ -169,28 +176,28 @@ def read_evidence(folder: Path) -> Evidence:
     return evidence
 
 
-def compared(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> str:
-    """How far two lists of tensors are apart, in words; the first difference counts."""
-    if [(one.shape, one.dtype) for one in expected] != [(one.shape, one.dtype) for one in found]:
+def describe_difference(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]) -> str:
+    """How two lists of tensors differ, in words; the first tensors that differ count."""
+    if [(tensor.shape, tensor.dtype) for tensor in expected] != [(tensor.shape, tensor.dtype) for tensor in actual]:
         return "shapes or dtypes differ"
-    results: list[Comparison] = list(map(bits_equal, expected, found))
-    return next((str(one) for one in results if not one), _EQUAL)
-
-
-_EQUAL = "bits equal"
+    comparisons = map(bits_equal, expected, actual)
+    return next((str(comparison) for comparison in comparisons if not comparison), BITS_EQUAL)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors in what a module returned, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
+    """All tensors in nested lists, tuples and dictionaries, e.g. in the output of a module, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def flatten(arguments: tuple[Any, ...]) -> tuple[dict[str, torch.Tensor], Any]:
-    """(args, kwargs) → tensors by name, and the arguments as JSON with those names in their places."""
+def encode_arguments(arguments: tuple[Any, ...]) -> tuple[dict[str, torch.Tensor], Any]:
+    """Separate the tensors of a call from the rest.
+
+    Args:
+        arguments: (positional arguments, keyword arguments).
+
+    Returns:
+        the tensors by name, and the arguments as JSON with these names in place of tensors.
+    """
     tensors: dict[str, torch.Tensor] = {}
 
     def encode(value: Any, name: str) -> Any:
@@ -214,46 +221,37 @@ def flatten(arguments: tuple[Any, ...]) -> tuple[dict[str, torch.Tensor], Any]:
     return tensors, [encode(list(args), "args"), encode(dict(kwargs), "kwargs")]
 
 
-def _restored(encode: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    args, kwargs = encode
-
-    def value(found: Any) -> Any:
-        if not isinstance(found, dict):
-            return found
-        ((kind, inner),) = found.items()
-        if kind == "tensor":
-            return tensors[inner]
-        if kind == "dict":
-            return {name: value(item) for name, item in inner.items()}
-        if kind in ("list", "tuple"):
-            items = [value(item) for item in inner]
-            return tuple(items) if kind == "tuple" else items
-        if kind == "dtype":
-            return _dtype_named(inner)
-        if kind == "float":
-            return float(inner)
-        raise ValueError(f"the argument {inner} could not be saved")
-
-    return value(args), value(kwargs)
+def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """The inverse of the encoding of :func:`encode_arguments`."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "tensor":
+        return tensors[inner]
+    if kind == "dict":
+        return {name: _decode(item, tensors) for name, item in inner.items()}
+    if kind in ("list", "tuple"):
+        items = [_decode(item, tensors) for item in inner]
+        return tuple(items) if kind == "tuple" else items
+    if kind == "dtype":
+        return _dtype_of(inner)
+    if kind == "float":
+        return float(inner)
+    raise ValueError(f"the argument {inner} could not be saved")
 
 
-def _dtype_named(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
+def _check_replaceable(folder: Path) -> None:
+    if os.path.lexists(folder) and not (folder / _INDEX).is_file():
+        raise PipelineError(f"{folder} holds something other than evidence. Give another folder.")
+
+
+def _numbered(tensors: dict[str, torch.Tensor], prefix: str) -> list[torch.Tensor]:
+    count = sum(name.startswith(f"{prefix}.") for name in tensors)
+    return [tensors[f"{prefix}.{number}"] for number in range(count)]
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} is no dtype")
-    return found
-
-
-def _device_of(evidence: Evidence, folder: Path) -> str:
-    try:
-        Device.of(evidence.device)
-    except DeviceError as error:
-        raise DeviceError(
-            f"{folder} was found on {evidence.device}, which is not available here. Replay it where it is, or give "
-            "another --device."
-        ) from error
-    return evidence.device
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().clone()
+    return dtype

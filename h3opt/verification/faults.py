@@ -1,8 +1,8 @@
-"""Faults of generated picture and sound, found by number and reported by name.
+"""Detect faults of generated picture and sound by measurement, and report them by name.
 
-Some show in the clip alone (NaN, black frames, silence), some only against the clip of the unmodified pipeline (swapped
-channels, sound that comes a frame late), some in the latents before a decoder has hidden them. What the reference clip
-has too is no fault of what was changed and is not reported when a reference is given.
+Some faults show in the clip alone (NaN, black frames, silence), some only against the clip of the unmodified pipeline
+(swapped channels, sound that comes a frame late), some in the latents before a decoder hides them. When a reference is
+given, a fault that the reference clip has too is not reported.
 """
 
 from __future__ import annotations
@@ -40,46 +40,27 @@ FAULTS = {
 
 
 _BLACK = 0.02  # mean and deviation of luma; 5 levels of 255
-
-
-_STILL, _MOVES = 0.02, 1e-4  # a frozen frame changes less than 2 % of what is usual, in a clip that moves at all
-
-
-_RAIL, _RAIL_SHARE, _RAIL_RUN = 0.999, 1e-3, 3  # full scale; a share of samples; that follow one another
-
-
+_STILL, _MOVES = 0.02, 1e-4  # a frozen frame changes less than 2 % of the median change, if the clip moves at all
+_RAIL, _RAIL_SHARE, _RAIL_RUN = 0.999, 1e-3, 3  # level of full scale; share of samples; consecutive samples
 _SILENT = 1e-4  # root mean square; -80 dB of full scale
-
-
-_WHITE, _GRID = 0.3, 0.5  # cosines; 0.06 was seen for noise, 0.79 for a scene; 0.36 apart over fine checks
-
-
-_UNRELATED = 1.8  # times the cosine of unrelated cells
-
-
-_SWAP_DB = 10.0
-
-
+_WHITE, _GRID = 0.3, 0.5  # cosines; measured: 0.06 for noise, 0.79 for a scene; fine checks differ by 0.36
+_UNRELATED = 1.8  # in units of the cosine of unrelated cells
+_SWAP_DB = 10.0  # SNR gained by swapping the channels
 _SHIFT = 0.5  # frames
-
-
-_STEP = 3.0  # across a border, against the lines beside it
-
-
+_STEP = 3.0  # step across a border over the steps between the lines beside it
 _KURTOSIS, _KURTOSIS_ERRORS, _UNIFORM = 0.3, 6.0, (-1.5, -0.9)  # uniform noise has -1.2
-
-
-_HEAD = 1.4  # and its inverse; scales go wrong by factors of two
+_HEAD = 1.4  # or the inverse; wrong scales are usually wrong by a factor of two
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault.
+    """One fault of a clip.
 
     Attributes:
         name: a key of :data:`FAULTS`.
         where: the part of the clip, in words.
-        measured, limit: what was measured, and where a fault begins.
+        measured: the measured value.
+        limit: the value at which the fault begins.
     """
 
     name: str
@@ -91,13 +72,15 @@ class Finding:
         return f"{self.name}: {self.where} ({self.measured:.3g}, limit {self.limit:.3g})"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready types; what is not finite becomes a string."""
+        """The finding as JSON-ready types; a measured value that is not finite becomes a string."""
         finite = self.measured == self.measured and abs(self.measured) != float("inf")
         return {**asdict(self), "measured": self.measured if finite else str(self.measured)}
 
 
 @dataclass(frozen=True)
 class _Case:
+    """The arguments of :func:`find_faults`."""
+
     media: Media
     reference: Media | None = None
     latents: LatentTrace | None = None
@@ -108,12 +91,12 @@ class _Case:
 
     @functools.cached_property
     def finite(self) -> bool:
-        """Whether measures of the clip mean anything."""
+        """Whether the clip is finite, so that it can be measured."""
         return bool(self.media.video.isfinite().all() and self.media.audio.isfinite().all())
 
     @functools.cached_property
-    def against_itself(self) -> _Case | None:
-        """The reference, looked at alone."""
+    def reference_alone(self) -> _Case | None:
+        """The reference clip as a case without a reference."""
         if self.reference is None:
             return None
         return _Case(self.reference, None, self.reference_latents, None, self.borders, {}, self.fps)
@@ -129,26 +112,27 @@ def find_faults(
     heads: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None,
     fps: float = 24.0,
 ) -> list[Finding]:
-    """Look for every fault of :data:`FAULTS` that the given material can show.
+    """Run all detectors whose material is given.
 
     Args:
         media: the clip.
-        reference: the same request from the unmodified pipeline; without it no fault is relative.
-        latents, reference_latents: what :func:`h3opt.verification.latents.trace_latents` recorded of each.
+        reference: the clip of the same request from the unmodified pipeline; relative faults need it.
+        latents, reference_latents: the traces of both generations, see
+            :func:`h3opt.verification.latents.trace_latents`.
         borders: where decoder tiles meet, from :func:`h3opt.pipeline.tiling.plan.tile_borders`; without it every line
-            is compared with that of the reference.
-        heads: for any number of sites, the attention output ``[..., heads, head_dim]`` of (reference, candidate).
-        fps: frames a second.
+            is compared with the same line of the reference.
+        heads: site → the attention outputs ``[..., heads, head_dim]`` of (reference, candidate).
+        fps: frames per second.
 
     Returns:
-        The findings, in the order of :data:`FAULTS`; none for a clean clip.
+        the findings, in the order of :data:`FAULTS`; none for a clean clip.
 
     Raises:
         PipelineError: clip and reference differ in length or size.
     """
     if reference is not None:
         for kind in ("video", "audio"):
-            sizes = [list(getattr(one, kind).shape) for one in (reference, media)]
+            sizes = [list(getattr(clip, kind).shape) for clip in (reference, media)]
             if sizes[0] != sizes[1]:
                 raise PipelineError(
                     f"The {kind} is {sizes[1]} and the reference's {sizes[0]}. Compare clips of one request."
@@ -158,10 +142,10 @@ def find_faults(
 
 
 def head_gains(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
-    """The factor by which each head's output was scaled: the least-squares gain ``<r, c> / <r, r>``.
+    """Estimate the factor by which each head's output is scaled: the least-squares gain ``<r, c> / <r, r>``.
 
     Args:
-        reference, candidate: ``[..., heads, head_dim]``, floating point, of one shape.
+        reference, candidate: ``[..., heads, head_dim]``, floating point, of the same shape.
 
     Returns:
         float64 ``[heads]`` on the CPU.
@@ -171,12 +155,12 @@ def head_gains(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor
 
 
 def find_head_faults(site: str, reference: torch.Tensor, candidate: torch.Tensor, heads: int) -> list[Finding]:
-    """``head_scale`` in tensors of any layout that has heads: a dimension of that size, or inside the last one.
+    """Detect ``head_scale`` in tensors with a dimension of size ``heads``, or with heads inside the last dimension.
 
     Args:
-        site: for the finding's words.
-        reference, candidate: what was computed without and with a change; tensors without heads give no finding.
-        heads: how many there are.
+        site: named in the findings.
+        reference, candidate: the tensor without and with a change; tensors without heads give no finding.
+        heads: number of attention heads.
     """
     if reference.shape != candidate.shape or not reference.is_floating_point() or heads < 3 or reference.ndim < 2:
         return []
@@ -190,18 +174,31 @@ def find_head_faults(site: str, reference: torch.Tensor, candidate: torch.Tensor
     return list(_odd_heads(site, reference, candidate))
 
 
-def _new(detect: Callable[[_Case], Iterator[Finding]]) -> Callable[[_Case], Iterator[Finding]]:
-    """A detector that looks at one clip: what it finds in the reference too is not reported."""
+_Detector = Callable[[_Case], Iterator[Finding]]
+
+_DETECTORS: list[_Detector] = []
+"""All detectors, in the order of :data:`FAULTS`."""
+
+
+def _relative_detector(detect: _Detector) -> _Detector:
+    """Register a detector that compares the clip with the reference itself."""
+    _DETECTORS.append(detect)
+    return detect
+
+
+def _absolute_detector(detect: _Detector) -> _Detector:
+    """Register a detector that measures one clip; findings that the reference has at the same place are dropped."""
 
     @functools.wraps(detect)
-    def without_known(case: _Case) -> Iterator[Finding]:
-        known = set() if case.against_itself is None else {one.where for one in detect(case.against_itself)}
+    def new_findings(case: _Case) -> Iterator[Finding]:
+        known = set() if case.reference_alone is None else {finding.where for finding in detect(case.reference_alone)}
         yield from (finding for finding in detect(case) if finding.where not in known)
 
-    return without_known
+    _DETECTORS.append(new_findings)
+    return new_findings
 
 
-@_new
+@_absolute_detector
 def _nan(case: _Case) -> Iterator[Finding]:
     parts: dict[str, torch.Tensor | None] = {"video": case.media.video, "audio": case.media.audio}
     if case.latents is not None:
@@ -214,7 +211,7 @@ def _nan(case: _Case) -> Iterator[Finding]:
             yield Finding("nan", f"{name}, {_box(wrong, name)}", count, 0)
 
 
-@_new
+@_absolute_detector
 def _black(case: _Case) -> Iterator[Finding]:
     picture = luma(frames_of(case.media.video)).flatten(1)
     level = torch.maximum(picture.mean(1), picture.std(1))
@@ -222,14 +219,14 @@ def _black(case: _Case) -> Iterator[Finding]:
         yield Finding("black_frames", f"frame {frame}", float(level[frame]), _BLACK)
 
 
-@_new
+@_absolute_detector
 def _frozen(case: _Case) -> Iterator[Finding]:
     if not case.finite:
         return
     change = luma(frames_of(case.media.video)).diff(dim=0).abs().mean((1, 2))
     if change.numel() == 0:
         return
-    moving = change[change >= _MOVES]  # of all frames the usual one may be frozen itself
+    moving = change[change >= _MOVES]  # the median of all frames could be that of a frozen frame
     if moving.numel() == 0:
         yield Finding("frozen_frames", "the whole clip", float(change.median()), _MOVES)
         return
@@ -238,7 +235,7 @@ def _frozen(case: _Case) -> Iterator[Finding]:
         yield Finding("frozen_frames", f"frame {frame + 1}", float(change[frame]), limit)
 
 
-@_new
+@_absolute_detector
 def _clipping(case: _Case) -> Iterator[Finding]:
     for name, channel in _named_channels(case.media.audio):
         at_rail = (channel.abs() >= _RAIL).float()
@@ -248,7 +245,7 @@ def _clipping(case: _Case) -> Iterator[Finding]:
             yield Finding("clipping", name, share, _RAIL_SHARE)
 
 
-@_new
+@_absolute_detector
 def _silence(case: _Case) -> Iterator[Finding]:
     for name, channel in _named_channels(case.media.audio):
         level = float(channel.square().mean().sqrt())
@@ -256,32 +253,34 @@ def _silence(case: _Case) -> Iterator[Finding]:
             yield Finding("silence", name, level, _SILENT)
 
 
-@_new
+@_absolute_detector
 def _white(case: _Case) -> Iterator[Finding]:
     cosine = _cosine(case)
     if cosine is None or _is_grid(cosine) or cosine.mean >= _WHITE:
         return
-    # A fine texture may be as unlike from cell to cell, but it stays from frame to frame and comes again further on.
+    # Cells of a fine texture may differ as much, but they are alike from frame to frame and repeat in the frame.
     if not cosine.frames > _WHITE or cosine.pairs < _UNRELATED:
         yield Finding("white_latents", "final video latents", cosine.mean, _WHITE)
 
 
-@_new
+@_absolute_detector
 def _grid(case: _Case) -> Iterator[Finding]:
     cosine = _cosine(case)
     if cosine is not None and _is_grid(cosine):
         yield Finding("patch_grid_latents", "final video latents", cosine.within - cosine.across, _GRID)
 
 
+@_relative_detector
 def _swapped(case: _Case) -> Iterator[Finding]:
     if case.reference is None or not case.finite or case.media.audio.shape[-2] != 2:
         return
-    there, here = case.reference.audio, case.media.audio
-    straight, crossed = (float(audio_snr_db(one, here).min()) for one in (there, there.flip(-2)))
+    reference, candidate = case.reference.audio, case.media.audio
+    straight, crossed = (float(audio_snr_db(sound, candidate).min()) for sound in (reference, reference.flip(-2)))
     if crossed > straight + _SWAP_DB:
         yield Finding("swapped_channels", "left and right", crossed - straight, _SWAP_DB)
 
 
+@_relative_detector
 def _shifted(case: _Case) -> Iterator[Finding]:
     if case.reference is None or not case.finite:
         return
@@ -291,6 +290,7 @@ def _shifted(case: _Case) -> Iterator[Finding]:
         yield Finding("av_shift", f"sound {'late' if frames > 0 else 'early'}, in frames", frames, _SHIFT)
 
 
+@_relative_detector
 def _seam(case: _Case) -> Iterator[Finding]:
     if not case.finite or (case.reference is None and case.borders is None):
         return
@@ -302,6 +302,7 @@ def _seam(case: _Case) -> Iterator[Finding]:
             yield Finding("seam", f"{word} {line}", step, _STEP)
 
 
+@_relative_detector
 def _noise(case: _Case) -> Iterator[Finding]:
     if case.latents is None:
         return
@@ -315,6 +316,7 @@ def _noise(case: _Case) -> Iterator[Finding]:
             yield Finding(f"{kind}_initial_noise", f"{name}, excess kurtosis", kurtosis, limit)
 
 
+@_relative_detector
 def _heads(case: _Case) -> Iterator[Finding]:
     for site, (reference, candidate) in case.heads.items():
         yield from _odd_heads(site, reference, candidate)
@@ -325,22 +327,6 @@ def _odd_heads(site: str, reference: torch.Tensor, candidate: torch.Tensor) -> I
     relative = gains / gains.median()
     for head in ((relative > _HEAD) | (relative < 1 / _HEAD)).nonzero().flatten().tolist():
         yield Finding("head_scale", f"{site}, head {head}", float(relative[head]), _HEAD)
-
-
-_DETECTORS = (
-    _nan,
-    _black,
-    _frozen,
-    _clipping,
-    _silence,
-    _white,
-    _grid,
-    _swapped,
-    _shifted,
-    _seam,
-    _noise,
-    _heads,
-)
 
 
 def _cosine(case: _Case) -> CellCosine | None:
@@ -360,14 +346,14 @@ def _named_channels(audio: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 
 def _box(wrong: torch.Tensor, name: str) -> str:
-    """The smallest box that holds every true element, in words."""
+    """The smallest box around all true elements, in words."""
     axes = {"video": ("frames", "", "rows", "columns"), "audio": ("channels", "samples")}.get(name)
     if axes is None:
         axes = ("channels", "frames", "rows", "columns")[: wrong.ndim - 1]
-    found = []
+    ranges = []
     for dim, axis in enumerate(axes, wrong.ndim - len(axes)):
         others = [other for other in range(wrong.ndim) if other != dim]
         at = wrong.any(others).nonzero().flatten() if others else wrong.nonzero().flatten()
         if axis:
-            found.append(f"{axis} {int(at[0])}-{int(at[-1])}")
-    return ", ".join(found)
+            ranges.append(f"{axis} {int(at[0])}-{int(at[-1])}")
+    return ", ".join(ranges)

@@ -1,8 +1,9 @@
-"""What the latents look like on their way: traced step by step, and told from noise and from a grid of patches."""
+"""Trace the latents of a generation step by step, and tell a scene from noise and from a grid of patches."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,10 +26,10 @@ class LatentTrace:
         audio_initial: audio rows likewise.
         final: denoised video latents ``[1, channels, frames, height, width]``.
         audio_final: denoised audio latents ``[2, channels, frames]``.
-        steps: for each step ``{"video", "audio"}``: root mean square after it, ``{"video_motion", "audio_motion"}``:
-            root mean square of what it changed.
-        patch: cells of one row of the packed sequence, (frames, height, width).
-        ended: called when a generation has been denoised.
+        steps: for each step, ``"video"`` and ``"audio"``: root mean square of the latents after the step;
+            ``"video_motion"`` and ``"audio_motion"``: root mean square of the change by the step.
+        patch: latent cells in a row of the packed sequence, (frames, height, width).
+        ended: called when denoising has ended.
     """
 
     initial: torch.Tensor | None = None
@@ -40,27 +41,27 @@ class LatentTrace:
     ended: Callable[[], None] | None = None
 
     def snapshot(self) -> LatentTrace:
-        """A copy that later generations do not change."""
+        """Return a copy that later generations do not change."""
         return dataclasses.replace(self, steps=list(self.steps), ended=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready types: the steps, and :func:`adjacent_cell_cosine` of the final latents."""
+        """The steps, and :func:`adjacent_cell_cosine` of the final latents, as JSON-ready types."""
         whiteness = adjacent_cell_cosine(self.final, self.patch) if self.final is not None else None
         return {
-            "steps": [{name: round(found, 6) for name, found in step.items()} for step in self.steps],
+            "steps": [{name: round(value, 6) for name, value in step.items()} for step in self.steps],
             "adjacent_cell_cosine": whiteness.to_dict() if whiteness is not None else None,
         }
 
 
 def trace_latents(view: PipelineView, undo: ExitStack) -> LatentTrace:
-    """Record the latents of the next generation; a later generation starts the record anew.
+    """Record the latents of the next generation; each later generation replaces the record.
 
     Args:
-        view: a whole pipeline's.
-        undo: stops recording.
+        view: the view of a whole pipeline.
+        undo: stops the recording.
 
     Raises:
-        PipelineError: this is a bare model, or a pipeline without MiniMax-H3's denoising steps.
+        PipelineError: the view is of a bare model, or of a pipeline without MiniMax-H3's denoising steps.
     """
     trace = LatentTrace()
     before: dict[str, torch.Tensor] = {}
@@ -74,13 +75,13 @@ def trace_latents(view: PipelineView, undo: ExitStack) -> LatentTrace:
         before.update(video=trace.initial, audio=trace.audio_initial)
 
     def step(state: Any) -> None:
-        found = {}
+        measures = {}
         for stream, name in LATENTS.items():
             now = getattr(state, name).detach().clone()  # diffusers writes to it in place
-            found[stream] = _rms(now)
-            found[f"{stream}_motion"] = _rms(now - before[stream])
+            measures[stream] = _rms(now)
+            measures[f"{stream}_motion"] = _rms(now - before[stream])
             before[stream] = now
-        trace.steps.append(found)
+        trace.steps.append(measures)
 
     def end(state: Any) -> None:
         trace.final, trace.audio_final = (state.get(name).detach().clone() for name in LATENTS.values())
@@ -109,11 +110,12 @@ class CellCosine:
     """Mean cosine of the channel vectors of neighbouring cells.
 
     Attributes:
-        within: of neighbours that one row of the packed sequence holds; NaN where a row holds one cell.
+        within: of neighbours in the same row of the packed sequence; NaN where a row has a single cell.
         across: of neighbours in different rows.
-        frames: of one cell in successive frames; NaN where there is one frame.
-        pairs: root mean square over all pairs of cells of a frame, in units of what unrelated ones have, the inverse
-            square root of the channels: 1.14 at most was seen for white latents, 2.6 at least for a small clip's scene.
+        frames: of the same cell in successive frames; NaN for a single frame.
+        pairs: root mean square over all pairs of cells of a frame, in units of the value for unrelated cells, which is
+            the inverse square root of the number of channels. Measured: at most 1.14 for white latents, at least 2.6
+            for the scene of a small clip.
     """
 
     within: float
@@ -123,28 +125,23 @@ class CellCosine:
 
     @property
     def mean(self) -> float:
-        """Over both kinds: 0.06 was seen for independent patches, 0.79 for a scene."""
-        return self.across if self.within != self.within else (self.within + self.across) / 2
+        """The mean of both kinds of neighbours. Measured: 0.06 for independent patches, 0.79 for a scene."""
+        return self.across if math.isnan(self.within) else (self.within + self.across) / 2
 
     def to_dict(self) -> dict[str, float | None]:
-        """As JSON-ready types."""
-        return {
-            "within": None if self.within != self.within else round(self.within, 4),
-            "across": None if self.across != self.across else round(self.across, 4),
-            "frames": None if self.frames != self.frames else round(self.frames, 4),
-            "pairs": None if self.pairs != self.pairs else round(self.pairs, 4),
-        }
+        """The cosines as JSON-ready types; NaN becomes ``None``."""
+        return {name: None if math.isnan(value) else round(value, 4) for name, value in vars(self).items()}
 
 
 def adjacent_cell_cosine(latents: torch.Tensor, patch: tuple[int, int, int] = (1, 2, 2)) -> CellCosine:
-    """How alike neighbours are: near 0 for white latents, near 1 for a scene.
+    """Measure how alike neighbouring cells are: near 0 for white latents, near 1 for a scene.
 
     Args:
         latents: ``[1, channels, frames, height, width]``, floating point.
-        patch: cells of one row of the packed sequence, (frames, height, width).
+        patch: latent cells in a row of the packed sequence, (frames, height, width).
 
     Raises:
-        PipelineError: these are no video latents.
+        PipelineError: the tensor cannot be video latents.
     """
     if latents.ndim != 5 or latents.shape[0] != 1 or not latents.is_floating_point() or min(latents.shape[-2:]) < 2:
         raise PipelineError(
@@ -164,16 +161,18 @@ def adjacent_cell_cosine(latents: torch.Tensor, patch: tuple[int, int, int] = (1
 
 
 def _pairs(cells: torch.Tensor) -> float:
-    """See :attr:`CellCosine.pairs`; ``cells``: unit vectors ``[channels, frames, height, width]``."""
+    """Compute :attr:`CellCosine.pairs` of unit vectors ``[channels, frames, height, width]``."""
     flat = cells.transpose(0, 1).flatten(2)
     channels, count = flat.shape[1:]
-    every = (flat @ flat.mT).square().sum((1, 2))  # of squared cosines, as ‖XᵀX‖ = ‖XXᵀ‖; the diagonal has ones
+    every = (flat @ flat.mT).square().sum((1, 2))  # sum of squared cosines, as ‖XᵀX‖ = ‖XXᵀ‖; the diagonal has ones
     return float(((every - count) / (count * (count - 1))).clamp(min=0).mean().mul(channels).sqrt())
 
 
 def excess_kurtosis(noise: torch.Tensor) -> tuple[float, float]:
-    """Fourth standardised moment less 3, and its standard error sqrt(24 / n) under a Gaussian: 0 for it, -1.2 for a
-    uniform distribution."""
+    """Return the fourth standardised moment minus 3, and the standard error ``sqrt(24 / n)`` of it for Gaussian noise.
+
+    The value is 0 for a Gaussian and -1.2 for a uniform distribution.
+    """
     values = noise.detach().double().flatten()
     centred = values - values.mean()
     variance = centred.square().mean()

@@ -1,16 +1,16 @@
-"""How far the unmodified pipeline moves by itself: what a change has to be compared with before it is called one.
+"""Measure how far the unmodified pipeline moves without h3opt, so that the change of a pass can be compared with it.
 
-| floor | what is compared |
+| floor | comparison |
 |---|---|
-| ``ulp`` | inputs of the transformer and of the video decoder moved by one unit in the last place |
+| ``ulp`` | inputs of the transformer and of the video decoder moved by one unit in the last place, with unmoved |
 | ``compile`` | the repeated blocks compiled by Inductor, as diffusers' ``compile_repeated_blocks`` does, with eager |
-| ``cache`` | compiled with an empty Inductor cache, with compiled from the cache that left behind |
-| ``attention`` | one of torch's attention libraries with another |
-| ``seed`` | each clip with that of the next seed: two different draws, so a ceiling and no floor |
+| ``cache`` | compiled with an empty Inductor cache, with compiled from the cache that the first run filled |
+| ``attention`` | one of torch's attention libraries, with another |
+| ``seed`` | each clip, with the clip of the next seed: two different draws, so this is a ceiling and no floor |
 
-What is compiled is compiled for the floor alone: in a code object of its own, so that nobody else's graphs are dropped
-or recompiled, in a cache folder of its own, so that it is cold when that is said, and without autotuning, which may
-pick another kernel in every process. A floor that cannot be measured here says why.
+Compilation for a floor has a code object of its own, so that the user's compiled graphs are not dropped or recompiled;
+a cache folder of its own, so that a cold cache is empty; and no autotuning, which may choose another kernel in every
+process. A floor that cannot be measured reports the reason.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ AUTOTUNING = {
     "max_autotune_pointwise": False,
     "coordinate_descent_tuning": False,
 }
-"""Inductor's options for everything that is compiled here."""
+"""Options of Inductor for all compilation in this module."""
 
 
 Run = Callable[[str, Sequence[GenerationSettings]], list[Media]]
-"""``run(what, clips)``: generate with the unmodified pipeline; ``what`` is for a progress bar."""
+"""``run(what, requests)`` generates with the unmodified pipeline; ``what`` is shown as progress."""
 
 
 @dataclass(frozen=True)
 class FloorKind:
-    """A floor in words.
+    """The words for one kind of floor.
 
     Attributes:
         what: completes "0.4 of …".
-        how: what was compared.
-        ceiling: whether it bounds a change from above instead.
+        how: what is compared.
+        ceiling: whether it is an upper bound for a change instead.
     """
 
     what: str
@@ -72,18 +72,18 @@ FLOORS = {
     "attention": FloorKind("what another attention library does", "one attention library against another"),
     "seed": FloorKind("the distance to the next seed", "a ceiling: each clip against the next seed's", ceiling=True),
 }
-"""Name of every floor → its words, in the order they are measured."""
+"""Name of a floor → the words for it, in the order of measurement."""
 
 
 @dataclass(frozen=True)
 class Floor:
-    """One floor, measured or not.
+    """The result for one floor.
 
     Attributes:
         name: a key of :data:`FLOORS`.
-        difference: the worst of each measure over the clips; ``None`` if it could not be measured.
-        absent: why not.
-        facts: what it was measured with: libraries, autotuning, what the compiler's cache served.
+        difference: the worst of each measure over the clips; ``None`` if the floor could not be measured.
+        absent: the reason why it could not be measured.
+        facts: conditions of the measurement: libraries, autotuning, hits in the compiler's cache.
     """
 
     name: str
@@ -93,24 +93,24 @@ class Floor:
 
     @property
     def kind(self) -> FloorKind:
-        """Its words."""
+        """The words for this kind of floor."""
         return FLOORS[self.name]
 
     @property
     def label(self) -> str:
-        """For a table's row: ``noise floor``, ``compile floor``, ``seed ceiling``."""
+        """The head of a table row: ``noise floor``, ``compile floor``, ``seed ceiling``."""
         return "noise floor" if self.name == "ulp" else f"{self.name} {'ceiling' if self.kind.ceiling else 'floor'}"
 
     @property
-    def found(self) -> str:
-        """What was measured, or why nothing was, with how."""
+    def summary(self) -> str:
+        """The difference and how it was measured, or the reason why it was not."""
         if self.difference is None:
             return f"not measured: {self.absent}"
         facts = ", ".join(f"{name} {value}" for name, value in self.facts.items() if name not in AUTOTUNING)
         return f"{self.difference} (h3opt off, {self.kind.how}{'; ' if facts else ''}{facts})"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready types, but for what is not finite."""
+        """The floor as JSON-ready types, except for numbers that are not finite."""
         return {
             "name": self.name,
             "how": self.kind.how,
@@ -122,73 +122,73 @@ class Floor:
 
 
 def choose_floors(names: Iterable[str], ulp: bool) -> list[str]:
-    """The floors asked for, in the order they are measured.
+    """Return the names of the floors to measure, in the order of measurement.
 
     Args:
-        names: of :data:`FLOORS`, in any order.
-        ulp: whether a pass may move bits, which is judged by that floor, asked for or not.
+        names: names of :data:`FLOORS`, in any order.
+        ulp: whether a pass may move bits: it is judged by the ``ulp`` floor, which is then always measured.
 
     Raises:
         PassOptionError: there is no such floor.
     """
     if isinstance(names, str):
         raise PassOptionError(f"floors is one name, not a list. Write floors=[{names!r}].")
-    asked = list(names)
-    for name in asked:
+    requested = list(names)
+    for name in requested:
         if name not in FLOORS:
             raise PassOptionError(
                 f"There is no floor called {name!r}{nearest(str(name), FLOORS)}. Use {', '.join(FLOORS)}."
             )
-    return [name for name in FLOORS if name in asked or (ulp and name == "ulp")]
+    return [name for name in FLOORS if name in requested or (ulp and name == "ulp")]
 
 
-def generations(names: Sequence[str], clips: Sequence[GenerationSettings]) -> int:
-    """How many generations :func:`measure_floors` makes if every floor can be measured."""
+def count_generations(names: Sequence[str], requests: Sequence[GenerationSettings]) -> int:
+    """Count the generations that :func:`measure_floors` makes if every floor can be measured."""
     runs = {"ulp": 1, "compile": 1, "cache": 1 if "compile" in names else 2, "attention": 2}
-    found = sum(runs.get(name, 0) for name in names) * len(clips)
-    return found + (len(_further(clips)) if "seed" in names else 0)
+    count = sum(runs.get(name, 0) for name in names) * len(requests)
+    return count + (len(_further(requests)) if "seed" in names else 0)
 
 
 def measure_floors(
     names: Sequence[str],
     view: PipelineView,
-    clips: Sequence[GenerationSettings],
+    requests: Sequence[GenerationSettings],
     reference: Sequence[Media],
     run: Run,
 ) -> list[Floor]:
-    """Measure floors on a pipeline that nothing is installed on; it is left as it was found.
+    """Measure floors on an unmodified pipeline, which is unmodified again at the end.
 
     Args:
-        names: what :func:`choose_floors` gave.
+        names: the result of :func:`choose_floors`.
         view: the pipeline.
-        clips: what to generate.
-        reference: the unmodified pipeline's, one a clip.
-        run: generates.
+        requests: the clips to generate.
+        reference: what the unmodified pipeline generated, one item for each request.
+        run: generates clips.
     """
     with _Compiler(dataclasses.replace(view, scope="block")) as compiler:
         measured = []
         for name in names:
             try:
-                one, other, facts = _measure(name, view, clips, reference, run, compiler)
-            except _CannotMeasure as why:
-                measured.append(Floor(name, None, str(why)))
+                left, right, facts = _measure(name, view, requests, reference, run, compiler)
+            except _CannotMeasure as reason:
+                measured.append(Floor(name, None, str(reason)))
             else:
-                measured.append(Floor(name, Difference.worst(map(Difference.between, one, other)), None, facts))
+                measured.append(Floor(name, Difference.worst(map(Difference.between, left, right)), None, facts))
     return measured
 
 
 def _measure(
     name: str,
     view: PipelineView,
-    clips: Sequence[GenerationSettings],
+    requests: Sequence[GenerationSettings],
     reference: Sequence[Media],
     run: Run,
     compiler: _Compiler,
 ) -> tuple[Sequence[Media], Sequence[Media], dict[str, Any]]:
-    """Two sets of clips to compare, and what they were made with."""
+    """Two lists of clips to compare, and the conditions under which they were generated."""
 
     def generated(what: str) -> list[Media]:
-        return run(what, clips)
+        return run(what, requests)
 
     if name == "ulp":
         with ExitStack() as undo:
@@ -209,61 +209,63 @@ def _measure(
         return cold, warm, {"cold": f"0 of {cold_facts['graphs']}", "warm": f"{hits} of {graphs} cached", **AUTOTUNING}
     if name == "attention":
         return _two_libraries(view, generated)
-    further = _further(clips)
-    known = dict(zip((*clips, *further), (*reference, *run("next seed", further)), strict=True))
-    return reference, [known[_next_seed(clip)] for clip in clips], {}
+    further = _further(requests)
+    media = dict(zip((*requests, *further), (*reference, *run("next seed", further)), strict=True))
+    return reference, [media[_next_seed(request)] for request in requests], {}
 
 
 def multiples(difference: Difference, floors: Iterable[Floor]) -> dict[str, float]:
-    """``difference`` as a multiple of each floor that could be measured; see :meth:`Difference.over`."""
-    return {one.name: difference.over(one.difference) for one in floors if one.difference is not None}
+    """Name of a measured floor → ``difference`` as a multiple of it; see :meth:`Difference.over`."""
+    return {floor.name: difference.over(floor.difference) for floor in floors if floor.difference is not None}
 
 
-_LEAST, _MOST = 0.01, 1000.0  # digits of a multiple beyond these say nothing
+_SMALLEST, _LARGEST = 0.01, 1000.0  # outside this range the digits of a multiple carry no information
 
 
 def multiple_words(name: str, multiple: float) -> str:
-    """For a sentence: ``0.4 of what compiling alone does``, ``12 times the noise floor``, ``far above the noise
-    floor``."""
+    """A multiple for a sentence.
+
+    For example ``0.4 of what compiling alone does``, ``12 times the noise floor``, ``far above the noise floor``.
+    """
     what = FLOORS[name].what
     if not math.isfinite(multiple):
         return "beyond any noise floor" if name == "ulp" else f"beyond any multiple of {what}"
-    if _LEAST <= multiple <= _MOST:
+    if _SMALLEST <= multiple <= _LARGEST:
         digits = multiple_digits(multiple)
         return f"{digits} {'of' if float(digits) < 1 else 'times'} {what}"
-    return f"far {'above' if multiple > _MOST else 'below'} {what}"
+    return f"far {'above' if multiple > _LARGEST else 'below'} {what}"
 
 
 def multiple_digits(multiple: float) -> str:
-    """For a table: ``0.4``, ``120``; ``>1000`` is all that a narrow column has room for, and JSON has the figure."""
-    if 0 < multiple < _LEAST:
-        return f"<{_LEAST:g}"
-    return f">{_MOST:g}" if multiple > _MOST else f"{float(f'{multiple:.2g}'):g}"
+    """A multiple for a narrow table column: ``0.4``, ``120``, ``>1000``; JSON has the exact figure."""
+    if 0 < multiple < _SMALLEST:
+        return f"<{_SMALLEST:g}"
+    return f">{_LARGEST:g}" if multiple > _LARGEST else f"{float(f'{multiple:.2g}'):g}"
 
 
 def floor_hint(difference: Difference, floors: Sequence[Floor]) -> str:
-    """What else to measure where ``difference`` is far above one ulp and nothing else was; empty elsewhere.
+    """A hint to measure another floor, if only ``ulp`` was measured and ``difference`` is far above it; else empty.
 
-    In float32 one ulp moves next to nothing, and anything at all is far above it.
+    In float32 one ulp moves the output very little, so that any change is far above it.
     """
-    if [one.name for one in floors] == ["ulp"] and multiples(difference, floors).get("ulp", 0.0) > _MOST:
+    if [floor.name for floor in floors] == ["ulp"] and multiples(difference, floors).get("ulp", 0.0) > _LARGEST:
         return f"--floors compile says {FLOORS['compile'].what}"
     return ""
 
 
 class _CannotMeasure(Exception):
-    """Why a floor cannot be measured here."""
+    """The reason why a floor cannot be measured here."""
 
 
 def perturb_inputs(view: PipelineView, undo: ExitStack) -> None:
-    """Move what enters the transformer, and the video decoder, by one ulp of its blocks' dtype in every call."""
-    for module in (view.transformer, getattr(view.vae, "decoder", None)):  # decoding rounds too
+    """Move the inputs of the transformer and of the video decoder by one ulp of their blocks' dtype in every call."""
+    for module in (view.transformer, getattr(view.vae, "decoder", None)):  # rounding in the decoder counts too
         if module is not None:
             wrap_calls(module, UlpPerturbation(next(iter(module.transformer_blocks.parameters())).dtype), undo)
 
 
 class UlpPerturbation:
-    """Moves what enters the transformer, or the video decoder, by one ulp of its dtype in every call."""
+    """A call wrapper that moves the latents that a module reads by one ulp of ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -293,27 +295,28 @@ class _Compiler:
         self._undo.close()
 
     def cold(self, generated: Callable[[str], list[Media]]) -> tuple[list[Media], dict[str, int]]:
-        """The clips, compiled with an empty cache, and how many graphs there were and came from the cache."""
+        """The clips, compiled with an empty cache, and the counts of graphs and of cache hits."""
         if self._failed is not None:
             raise self._failed
         if self._cold is None:
             self._folder = self._undo.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             try:
                 self._cold = self._run(generated, "compiled")
-            except _CannotMeasure as why:  # nor can another floor
-                self._failed = why
+            except _CannotMeasure as reason:  # the other floor that compiles has the same reason
+                self._failed = reason
                 raise
         return self._cold
 
     def warm(self, generated: Callable[[str], list[Media]]) -> tuple[list[Media], dict[str, int]]:
-        """The same once more, with the cache as :meth:`cold` left it."""
+        """The same with the cache that :meth:`cold` filled."""
         return self._run(generated, "compiled, warm cache")
 
     def _run(self, generated: Callable[[str], list[Media]], what: str) -> tuple[list[Media], dict[str, int]]:
-        taken = [module for region in self._regions for module in region.modules if _compiled_already(module)]
-        if taken:
+        compiled = [module for region in self._regions for module in region.modules if _compiled_already(module)]
+        if compiled:
             raise _CannotMeasure(
-                f"{len(taken)} blocks are compiled already, so there is no eager pipeline to compare with; load it anew"
+                f"{len(compiled)} blocks are compiled already, so there is no eager pipeline to compare with; "
+                "load it anew"
             )
         with ExitStack() as undo:
             for region in self._regions:
@@ -323,7 +326,7 @@ class _Compiler:
             try:
                 media = generated(what)
             except private.CompileFailed as failure:
-                raise _CannotMeasure(_why_not(failure)) from failure
+                raise _CannotMeasure(_compile_failure(failure)) from failure
             facts = {name: count - before[name] for name, count in private.compile_counts().items()}
         if not facts["graphs"]:
             raise _CannotMeasure("nothing was compiled; look for TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE")
@@ -334,7 +337,7 @@ def _compile(region: Region, undo: ExitStack) -> None:
     def call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return private.module_call(module, args, kwargs)
 
-    # Dynamo keeps graphs per code object; ``module.compile()`` would share one with the user's own compiled modules.
+    # Dynamo keeps graphs per code object; ``module.compile()`` would share it with the user's own compiled modules.
     name = f"floor_{region.name.replace('.', '_')}"
     own = types.FunctionType(call.__code__.replace(co_name=name), call.__globals__, name)
     compiled = torch.compile(own, fullgraph=True, options=dict(AUTOTUNING))
@@ -348,10 +351,10 @@ def _compile(region: Region, undo: ExitStack) -> None:
 
 def _compiled_already(module: torch.nn.Module) -> bool:
     slot = getattr(module, "_compiled_call_impl", None)
-    return getattr(slot, "compiled", slot) is not None  # what h3opt put there holds what it found
+    return getattr(slot, "compiled", slot) is not None  # a wrapper of h3opt keeps the original call
 
 
-def _why_not(failure: BaseException) -> str:
+def _compile_failure(failure: BaseException) -> str:
     inner = getattr(failure, "inner_exception", failure)
     if type(inner).__name__ == "InvalidCxxCompiler":
         return "Inductor finds no C++ compiler; install g++ or clang, or name one in CXX"
@@ -361,7 +364,7 @@ def _why_not(failure: BaseException) -> str:
 
 @contextmanager
 def _cache_in(folder: str) -> Iterator[None]:
-    """Keep Inductor's and Triton's caches in ``folder``; what is in memory is forgotten before and after."""
+    """Keep the caches of Inductor and Triton in ``folder``; their caches in memory are emptied before and after."""
     places = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": os.path.join(folder, "triton")}
     before = {name: os.environ.get(name) for name in places}
     private.forget_compiled()
@@ -386,36 +389,36 @@ _LIBRARIES = {
 def _two_libraries(
     view: PipelineView, generated: Callable[[str], list[Media]]
 ) -> tuple[list[Media], list[Media], dict[str, Any]]:
-    """Clips by the first two libraries that take every call."""
-    found: dict[str, list[Media]] = {}
+    """Clips of the first two libraries that accept every call."""
+    generated_by: dict[str, list[Media]] = {}
     refused = []
     for backend in _LIBRARIES.get(view.device.type, ()):
         library = _Library(backend)
         with ExitStack() as undo:
             for module in (view.transformer, getattr(view.vae, "decoder", None)):
                 if module is not None:
-                    wrap_calls(module, library.around, undo)
+                    wrap_calls(module, library.wrap_calls, undo)
             try:
                 media = generated(f"attention: {library.name}")
-            except _Refused as why:
-                refused.append(f"{library.name} ({why})")
+            except _Refused as reason:
+                refused.append(f"{library.name} ({reason})")
                 continue
         if not library.calls:
             raise _CannotMeasure("no attention goes through torch's scaled_dot_product_attention")
-        found[library.name] = media
-        if len(found) == 2:
-            one, other = found
-            return found[one], found[other], {"libraries": f"{one} and {other}"}
-    there = f"only {', '.join(found)}" if found else "no library"
-    raise _CannotMeasure(f"{there} takes its calls on {view.device.name}; refused: {'; '.join(refused) or 'none'}")
+        generated_by[library.name] = media
+        if len(generated_by) == 2:
+            first, second = generated_by
+            return generated_by[first], generated_by[second], {"libraries": f"{first} and {second}"}
+    accepting = f"only {', '.join(generated_by)}" if generated_by else "no library"
+    raise _CannotMeasure(f"{accepting} takes its calls on {view.device.name}; refused: {'; '.join(refused) or 'none'}")
 
 
 class _Refused(Exception):
-    """A library does not take a call."""
+    """A library does not accept a call."""
 
 
 class _Library(TorchFunctionMode):
-    """Sends every ``scaled_dot_product_attention`` to one library."""
+    """Sends every ``scaled_dot_product_attention`` to the same library."""
 
     def __init__(self, backend: SDPBackend) -> None:
         super().__init__()
@@ -423,7 +426,7 @@ class _Library(TorchFunctionMode):
         self.name = backend.name.lower().removesuffix("_attention")
 
     def wrap_calls(self, proceed: Any, *args: Any, **kwargs: Any) -> Any:
-        """Only inside a component of the pipeline: text encoders pass masks that few libraries take."""
+        """Active inside components of the pipeline only: text encoders pass masks that few libraries accept."""
         with self:
             return proceed(*args, **kwargs)
 
@@ -438,10 +441,10 @@ class _Library(TorchFunctionMode):
             raise _Refused(str(error).strip().partition("\n")[0]) from error
 
 
-def _next_seed(clip: GenerationSettings) -> GenerationSettings:
-    return dataclasses.replace(clip, seed=clip.seed + 1)
+def _next_seed(request: GenerationSettings) -> GenerationSettings:
+    return dataclasses.replace(request, seed=request.seed + 1)
 
 
-def _further(clips: Sequence[GenerationSettings]) -> list[GenerationSettings]:
-    """The clips of next seeds that are not generated anyway."""
-    return [following for clip in clips if (following := _next_seed(clip)) not in clips]
+def _further(requests: Sequence[GenerationSettings]) -> list[GenerationSettings]:
+    """The requests with next seeds that are not among ``requests``."""
+    return [following for request in requests if (following := _next_seed(request)) not in requests]

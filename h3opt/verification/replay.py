@@ -1,4 +1,4 @@
-"""Run again what moved first when a promise broke."""
+"""Run a saved call again, to see whether a pass that broke its promise still changes the output."""
 
 from __future__ import annotations
 
@@ -9,93 +9,129 @@ from typing import Any
 
 import torch
 
-from h3opt.errors import CheckpointError
-from h3opt.verification.evidence import _EQUAL, Evidence, _device_of, compared, read_evidence, tensors_in
+from h3opt.device import Device
+from h3opt.errors import CheckpointError, DeviceError
+from h3opt.pass_api.base import GraphPass, Pass
+from h3opt.pass_api.registry import make_pass
+from h3opt.pipeline.view import PipelineView
+from h3opt.verification.bisection import call_submodules
+from h3opt.verification.evidence import BITS_EQUAL, CallEvidence, describe_difference, read_evidence, tensors_in
+
+OpenPipeline = Callable[[torch.dtype, str], Any]
+"""``open_pipeline(dtype, device)``: returns the pipeline that was verified."""
+
+_MISFIT = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What a call raises when the saved arguments are not those of the rule or the module."""
 
 
 @dataclass(frozen=True)
-class Replay:
-    """What a replay saw.
+class ReplayResult:
+    """The result of :func:`replay_evidence`.
 
     Attributes:
-        evidence: what was replayed.
-        then: how far the pass moved the saved tensors, in words.
-        now: how far it moves what comes out of the saved inputs today.
-        moves: whether it still does.
+        evidence: the evidence.
+        then: the difference at the time of the verification, in words.
+        now: the difference today, with the saved inputs, in words.
+        differs: whether there is a difference today.
     """
 
-    evidence: Evidence
+    evidence: CallEvidence
     then: str
     now: str
-    moves: bool
+    differs: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready types."""
-        one = self.evidence
+        """The result as JSON-ready types."""
         return {
-            "pass": one.name,
-            "module": one.module,
-            "call": one.call,
-            "site": one.site,
+            "pass": self.evidence.name,
+            "module": self.evidence.module,
+            "call": self.evidence.call,
+            "site": self.evidence.site,
             "then": self.then,
             "now": self.now,
-            "moves": self.moves,
+            "moves": self.differs,
         }
 
     def __str__(self) -> str:
-        one = self.evidence
-        where = f"{one.module}, call {one.call}" + (f", at {one.site}" if one.kind == "site" else "")
-        return f"{one.name} in {where}\nthen: {self.then}\nnow:  {self.now}"
+        evidence = self.evidence
+        where = f"{evidence.module}, call {evidence.call}"
+        if evidence.kind == "site":
+            where += f", at {evidence.site}"
+        return f"{evidence.name} in {where}\nthen: {self.then}\nnow:  {self.now}"
 
 
-def replay(folder: Path, pipe: Callable[[torch.dtype, str], Any], device: str | None = None) -> Replay:
-    """Run what :func:`write_evidence` saved again, with the passes as they are now.
+def replay_evidence(folder: Path, open_pipeline: OpenPipeline, device: str | None = None) -> ReplayResult:
+    """Run the saved call again, without the pass and with it, with the passes as they are now.
 
     Args:
-        folder: written by a verification that broke a promise.
-        pipe: makes the pipeline it was written for, of a dtype and on a device; called only where a module has to run.
-        device: where to run; ``None`` for the type of device it was found on.
+        folder: a folder that :func:`h3opt.verification.evidence.write_evidence` wrote.
+        open_pipeline: called only where a module has to run; the site of a rule needs no pipeline.
+        device: where to run; ``None`` for the type of device of the verification.
 
     Raises:
-        CheckpointError: the evidence is missing, truncated or not evidence.
-        DeviceError: there is no such device here.
-        H3OptError: the pass, or an option of it, is not known any more.
+        CheckpointError: the evidence is missing, truncated, or does not fit the pass or the pipeline.
+        DeviceError: the device is not available.
+        H3OptError: the pass, or an option of the pass, is not known any more.
     """
-    from h3opt.pass_api.base import GraphPass
-    from h3opt.pass_api.registry import make_pass
-    from h3opt.pipeline.view import PipelineView
-    from h3opt.verification.bisection import call_submodules
-
     evidence = read_evidence(folder)
-    moved = make_pass(evidence.name, evidence.options)
+    tested = make_pass(evidence.name, evidence.options)
     device = device or _device_of(evidence, folder)
     evidence.inputs = {name: tensor.to(device) for name, tensor in evidence.inputs.items()}
-    args, kwargs = evidence.call_arguments()
     if evidence.kind == "site":
-        if not isinstance(moved, GraphPass) or evidence.rule >= len(moved.rules()):
-            raise CheckpointError(
-                f"{folder} is about rule {evidence.rule} of {moved.name}, which has none such any more. Verify again."
-            )
-        rule = moved.rules()[evidence.rule]
-        try:
-            with torch.no_grad():
-                expected, found = (tensors_in(side(**kwargs)) for side in (rule.pattern, rule.replacement))
-        except (IndexError, RuntimeError, TypeError) as error:  # other arguments than the rule has, or other sizes
-            raise CheckpointError(
-                f"{folder} does not fit the rule of {moved.name} ({str(error).splitlines()[0]}). Verify again."
-            ) from error
+        expected, actual = _call_rule(evidence, tested, folder)
     else:
-        others = [make_pass(name, options) for name, options in evidence.others]
-        view = PipelineView.of(pipe(evidence.dtype, device))
-        try:
-            expected, found = (
-                tensors_in(call_submodules(view, passes, evidence.module, (args, kwargs))[0])
-                for passes in (others, [*others, moved])
-            )
-        except (AttributeError, RuntimeError, TypeError) as error:  # no such module, other sizes, another dtype
-            raise CheckpointError(
-                f"{folder} does not fit this pipeline ({str(error).splitlines()[0]}). Give the --model it was "
-                "written with, and no other --dtype."
-            ) from error
-    now = compared(expected, found)
-    return Replay(evidence, evidence.moved, now, now != _EQUAL)
+        expected, actual = _call_module(evidence, tested, folder, open_pipeline, device)
+    now = describe_difference(expected, actual)
+    return ReplayResult(evidence, evidence.difference, now, now != BITS_EQUAL)
+
+
+def _call_rule(evidence: CallEvidence, tested: Pass, folder: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The outputs of the pattern and of the replacement of a rule."""
+    if not isinstance(tested, GraphPass) or evidence.rule >= len(tested.rules()):
+        raise CheckpointError(
+            f"{folder} is about rule {evidence.rule} of {tested.name}, which has no such rule any more. Verify again."
+        )
+    rule = tested.rules()[evidence.rule]
+    _, kwargs = evidence.call_arguments()
+    try:
+        with torch.no_grad():
+            return tensors_in(rule.pattern(**kwargs)), tensors_in(rule.replacement(**kwargs))
+    except _MISFIT as error:
+        raise CheckpointError(
+            f"{folder} does not fit the rule of {tested.name} ({_first_line(error)}). Verify again."
+        ) from error
+
+
+def _call_module(
+    evidence: CallEvidence, tested: Pass, folder: Path, open_pipeline: OpenPipeline, device: str
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The outputs of the module without the pass and with it."""
+    others = [make_pass(name, options) for name, options in evidence.others]
+    view = PipelineView.of(open_pipeline(evidence.dtype, device))
+    arguments = evidence.call_arguments()
+    try:
+        expected, actual = (
+            tensors_in(call_submodules(view, passes, evidence.module, arguments)[0])
+            for passes in (others, [*others, tested])
+        )
+    except _MISFIT as error:
+        raise CheckpointError(
+            f"{folder} does not fit this pipeline ({_first_line(error)}). Give the --model it was written with, and "
+            "no other --dtype."
+        ) from error
+    return expected, actual
+
+
+def _device_of(evidence: CallEvidence, folder: Path) -> str:
+    try:
+        Device.of(evidence.device)
+    except DeviceError as error:
+        raise DeviceError(
+            f"{folder} was found on {evidence.device}, which is not available here. Replay it where it is, or give "
+            "another --device."
+        ) from error
+    return evidence.device
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

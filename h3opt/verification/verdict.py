@@ -1,4 +1,4 @@
-"""What a verification found: one entry per pass, and the comparisons with the unmodified pipeline."""
+"""The result of a verification: an entry for each pass, and the comparisons with the unmodified pipeline."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from torch.utils._pytree import tree_map_only
 
 from h3opt.compiler.report import Report
 from h3opt.environment import versions
@@ -22,22 +24,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PassVerdict:
-    """One pass, judged.
+    """The verdict on a pass.
 
     Attributes:
-        name, kind, promise: as registered.
-        counts: matched/expected sites.
-        difference: from the generation without it; of several clips, the worst of each measure.
+        name, kind, promise: as registered; the promise may be the one for the trained reference.
+        counts: matched and expected sites, as ``matched/expected``.
+        difference: difference to the generation without the pass; over several clips, the worst of each measure.
         held: whether the promise held; ``None`` for a pass that declined.
-        declined: why it declined.
-        seconds: of the generation with it, capture included.
-        differences: of each clip.
-        of_floors: ``difference`` as a multiple of each floor that was measured, by name.
-        left_out: from all passes on to all but this one; ``None`` unless asked for.
-        left_out_failed: why the rest does not run without it.
-        alone: from the unmodified pipeline to this pass alone; ``None`` unless asked for.
-        alone_failed: why it does nothing alone.
-        culprit: what moved first, if the promise broke and was bisected.
+        declined: the reason why the pass declined.
+        seconds: mean time of a generation with the pass, capture included.
+        differences: the differences of the single clips.
+        of_floors: name of a floor → ``difference`` as a multiple of it.
+        left_out: difference between all passes and all passes without this pass; ``None`` if it was not measured.
+        left_out_failed: the reason why the other passes do not run without this pass.
+        alone: difference between the unmodified pipeline and this pass alone; ``None`` if it was not measured.
+        alone_failed: the reason why the pass does nothing alone.
+        culprit: the first call that the pass changed, if the promise broke and evidence was asked for.
     """
 
     name: str
@@ -58,18 +60,20 @@ class PassVerdict:
 
     @property
     def measured(self) -> str:
-        """In the promise's own terms."""
+        """The difference in words, or the reason why the pass declined."""
         return f"declined: {self.declined}" if self.declined else str(self.difference)
 
     @property
     def of_floor(self) -> float | None:
-        """``difference`` as a multiple of the noise floor; ``None`` where none was measured."""
+        """``difference`` as a multiple of the noise floor; ``None`` if the floor was not measured."""
         return self.of_floors.get("ulp")
 
     @property
     def floor_words(self) -> str:
-        """How far it moved as a sentence's end: ``0.4 of what compiling alone does`` if that was measured, else
-        ``0.4 of the noise floor``; empty where nothing was, or nothing moved."""
+        """The multiple of a floor in words, e.g. ``0.4 of what compiling alone does``.
+
+        The floor is ``compile`` if it was measured, else the noise floor. Empty without a floor or a difference.
+        """
         name = "compile" if "compile" in self.of_floors else "ulp"
         if name not in self.of_floors or self.declined or self.difference.equal:
             return ""
@@ -77,12 +81,12 @@ class PassVerdict:
 
     @property
     def tried(self) -> bool:
-        """Whether the rest was run without it."""
+        """Whether the other passes were run without this pass."""
         return self.left_out is not None or self.left_out_failed is not None
 
     @property
     def tried_alone(self) -> bool:
-        """Whether it was run by itself."""
+        """Whether the pass was run by itself."""
         return self.alone is not None or self.alone_failed is not None
 
     @property
@@ -91,7 +95,7 @@ class PassVerdict:
         return spreads(self.differences) if len(self.differences) > 1 else {}
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready types, but for what is not finite."""
+        """The verdict as JSON-ready types, except for numbers that are not finite."""
         return {
             "name": self.name,
             "kind": self.kind,
@@ -103,7 +107,7 @@ class PassVerdict:
             "of_noise_floor": self.of_floor,
             "of_floors": dict(self.of_floors),
             "difference": asdict(self.difference),
-            "spread": {name: asdict(one) for name, one in self.spread.items()},
+            "spread": {name: asdict(spread) for name, spread in self.spread.items()},
             "left_out": asdict(self.left_out) if self.left_out else None,
             "left_out_failed": self.left_out_failed,
             "alone": asdict(self.alone) if self.alone else None,
@@ -115,24 +119,25 @@ class PassVerdict:
 
 @dataclass
 class Verdict:
-    """What :func:`h3opt.verify` found. Raises nothing; says all.
+    """The result of :func:`h3opt.verify`. All differences are to the unmodified pipeline unless stated otherwise.
 
     Attributes:
-        passes: one entry per pass, in the order they were added.
-        capture: captured but with no pass on, against the unmodified pipeline.
-        exact_set: the Exact passes that need no other pass, together, against the unmodified pipeline.
-        all_passes: everything on, against the unmodified pipeline.
-        floors: how far the unmodified pipeline moves by itself, see :mod:`h3opt.verification.noise_floors`.
-        reference, optimized: the media of the clip that moved most, with everything on.
-        reference_seconds, optimized_seconds: of one generation; the optimized one has its graphs already.
-        report: the report of the pipeline with everything on.
-        settings: what was generated, one a clip.
-        differences: of each clip, everything on against the unmodified pipeline.
-        shown: which clip ``reference`` and ``optimized`` are.
-        pairs: (unmodified, optimized) of each clip.
+        passes: an entry for each pass, in the order in which they were added.
+        capture: difference with captured graphs and no pass.
+        exact_set: difference with the Exact passes that build on no other kind; ``None`` without such passes.
+        exact_names: names of these passes.
+        all_passes: difference with all passes, the worst of each measure over the clips.
+        floors: how far the unmodified pipeline moves without h3opt, see :mod:`h3opt.verification.noise_floors`.
+        reference, optimized: the shown clip, unmodified and with all passes.
+        reference_seconds, optimized_seconds: mean time of a generation; the optimized pipeline had its graphs already.
+        report: the report of the pipeline with all passes.
+        settings: the settings of each clip.
+        differences: the difference of each clip with all passes.
+        shown: number of the shown clip, which is the clip that changed most.
+        pairs: (unmodified, optimized) for each clip.
         traces: latents of the shown clip, unmodified and optimized.
-        faults: (clip, finding) for what the optimized clips have and the unmodified ones do not.
-        reference_faults: (clip, finding) for what the unmodified clips have.
+        faults: (number of the clip, finding) for faults of the optimized clips that the unmodified clips do not have.
+        reference_faults: (number of the clip, finding) for faults of the unmodified clips.
         environment: see :func:`h3opt.environment.environment`.
     """
 
@@ -158,28 +163,28 @@ class Verdict:
 
     @property
     def held(self) -> bool:
-        """Whether capture and the Exact set gave the unmodified bits, every promise held and no fault appeared."""
+        """Whether capture and the Exact set keep the unmodified bits, every promise held and there is no new fault."""
         exact = self.exact_set is None or self.exact_set.equal
-        return exact and self.capture_equal and not self.faults and all(one.held is not False for one in self.passes)
+        return exact and self.capture_equal and not self.faults and not self.broken
 
     @property
     def capture_equal(self) -> bool:
-        """Whether the captured pipeline without passes gives the unmodified bits (asserted for ``direct`` only)."""
+        """Whether the captured pipeline without passes keeps the unmodified bits; only executor ``direct`` must."""
         return self.capture.equal or self.report.executor != "direct"
 
     @property
     def moved(self) -> list[str]:
         """The passes that changed any bit of the output."""
-        return [one.name for one in self.passes if not one.difference.equal]
+        return [entry.name for entry in self.passes if not entry.difference.equal]
 
     @property
     def broken(self) -> list[str]:
         """The passes whose promise did not hold."""
-        return [one.name for one in self.passes if one.held is False]
+        return [entry.name for entry in self.passes if entry.held is False]
 
     @property
     def noise_floor(self) -> Difference | None:
-        """The floor that Rounding is judged by; ``None`` if no pass needed it."""
+        """The noise floor, which bounds Rounding; ``None`` if it was not measured."""
         return next((floor.difference for floor in self.floors if floor.name == "ulp"), None)
 
     @property
@@ -189,64 +194,56 @@ class Verdict:
 
     @property
     def of_floors(self) -> dict[str, float]:
-        """``all_passes`` as a multiple of each floor that was measured."""
+        """Name of a measured floor → ``all_passes`` as a multiple of it."""
         return multiples(self.all_passes, self.floors)
 
     @property
     def floor_words(self) -> list[str]:
-        """The same in words, e.g. ``0.4 of what compiling alone does``; empty where nothing moved."""
+        """The multiples of all floors in words, e.g. ``0.4 of what compiling alone does``; empty for equal bits."""
         if self.all_passes.equal:
             return []
         return [multiple_words(name, multiple) for name, multiple in self.of_floors.items()]
 
     @property
     def floor_hint(self) -> str:
-        """What else to measure, where the noise floor says too little; empty elsewhere."""
+        """A hint to measure another floor, see :func:`h3opt.verification.noise_floors.floor_hint`; may be empty."""
         return floor_hint(self.all_passes, self.floors)
 
     @property
     def spread(self) -> dict[str, Spread]:
-        """Worst, mean and bound of each measure over the clips, everything on; empty for a single clip."""
+        """Worst, mean and bound of each measure over the clips, with all passes; empty for a single clip."""
         return spreads(self.differences) if len(self.differences) > 1 else {}
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready types, media left out; what is not finite becomes ``None``."""
-        return _finite(
-            {
-                "held": self.held,
-                "moved": self.moved,
-                "broken": self.broken,
-                "passes": [one.to_dict() for one in self.passes],
-                "capture": asdict(self.capture),
-                "exact_set": {"passes": self.exact_names, **asdict(self.exact_set)} if self.exact_set else None,
-                "all_passes": asdict(self.all_passes),
-                "all_passes_of_noise_floor": self.of_floor,
-                "spread": {name: asdict(one) for name, one in self.spread.items()},
-                "noise_floor": asdict(self.noise_floor) if self.noise_floor else None,
-                "floors": [one.to_dict() for one in self.floors],
-                "all_passes_of_floors": self.of_floors,
-                "faults": [{"clip": clip, **one.to_dict()} for clip, one in self.faults],
-                "reference_faults": [{"clip": clip, **one.to_dict()} for clip, one in self.reference_faults],
-                "latents": self._latents(),
-                "reference_seconds": round(self.reference_seconds, 3),
-                "optimized_seconds": round(self.optimized_seconds, 3),
-                "report": self.report.to_dict(),
-                "settings": [one.to_dict() for one in self.settings],
-                "environment": self.environment,
-                "versions": versions(),
-            }
-        )
+        """The verdict as JSON-ready types, without media; numbers that are not finite become ``None``."""
+        data = {
+            "held": self.held,
+            "moved": self.moved,
+            "broken": self.broken,
+            "passes": [entry.to_dict() for entry in self.passes],
+            "capture": asdict(self.capture),
+            "exact_set": {"passes": self.exact_names, **asdict(self.exact_set)} if self.exact_set else None,
+            "all_passes": asdict(self.all_passes),
+            "all_passes_of_noise_floor": self.of_floor,
+            "spread": {name: asdict(spread) for name, spread in self.spread.items()},
+            "noise_floor": asdict(self.noise_floor) if self.noise_floor else None,
+            "floors": [floor.to_dict() for floor in self.floors],
+            "all_passes_of_floors": self.of_floors,
+            "faults": [{"clip": clip, **finding.to_dict()} for clip, finding in self.faults],
+            "reference_faults": [{"clip": clip, **finding.to_dict()} for clip, finding in self.reference_faults],
+            "latents": self._latents(),
+            "reference_seconds": round(self.reference_seconds, 3),
+            "optimized_seconds": round(self.optimized_seconds, 3),
+            "report": self.report.to_dict(),
+            "settings": [settings.to_dict() for settings in self.settings],
+            "environment": self.environment,
+            "versions": versions(),
+        }
+        finite: dict[str, Any] = tree_map_only(float, lambda value: value if math.isfinite(value) else None, data)
+        return finite
 
     def _latents(self) -> dict[str, Any] | None:
         if self.traces is None:
             return None
         reference, optimized = self.traces
         return {"reference": reference.to_dict(), "optimized": optimized.to_dict()}
-
-
-def _finite(found: Any) -> Any:
-    if isinstance(found, dict):
-        return {name: _finite(item) for name, item in found.items()}
-    if isinstance(found, (list, tuple)):
-        return [_finite(item) for item in found]
-    return None if isinstance(found, float) and not math.isfinite(found) else found

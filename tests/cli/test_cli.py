@@ -19,6 +19,7 @@ import torch
 
 from h3opt.cli import app as cli
 from h3opt.cli import demonstration as demo
+from h3opt.compiler.optimize import prepare
 from h3opt.compiler.report import PassReport
 from h3opt.errors import DeviceError
 from h3opt.metrics import lpips
@@ -30,7 +31,7 @@ from h3opt.reference import save_tiny, tiny_pipeline
 from h3opt.render.media import write_mp4
 from h3opt.render.tables import passes_markdown
 from h3opt.verification import verify as verification
-from h3opt.verification.evidence import Evidence, flatten, write_evidence
+from h3opt.verification.evidence import CallEvidence, encode_arguments, write_evidence
 
 PASSES = [one.name for one in list_passes()]
 SMALL = ("--height", "64", "--width", "96", "--steps", "2")
@@ -331,9 +332,9 @@ def test_the_decode_suite_can_be_tried_on_a_cpu(h3opt: Run, tmp_path: Path) -> N
     size = ("--canvas", "64x96x22", "--rounds", 1, "--peers", "", "--passes", "async_assembly,norm_modulate")
     result = h3opt("bench", "--suite", "decode", "--tiny", "--device", "cpu", *size, *rest)
     assert result.code == 0 and "video: + async_assembly" in result.out and "norm_modulate" not in result.out
-    arms = {arm["name"]: arm for arm in json.loads(files[0].read_text())["arms"]}
-    assert arms["video: + async_assembly"]["clip_lpips"] == {"grey": 0.0}
-    assert arms["video: + async_assembly"]["differing"] == 0 and arms["audio: eager"]["milliseconds"] > 0
+    variants = {variant["name"]: variant for variant in json.loads(files[0].read_text())["variants"]}
+    assert variants["video: + async_assembly"]["clip_lpips"] == {"grey": 0.0}
+    assert variants["video: + async_assembly"]["differing"] == 0 and variants["audio: eager"]["milliseconds"] > 0
     assert "| video: eager |" in files[1].read_text() and files[2].read_bytes().startswith(b"\x89PNG")
 
 
@@ -352,8 +353,9 @@ def test_the_trained_reference_shows_what_fp8_does_to_a_clip(
     size = ("--canvas", "64x96x22", "--rounds", 1, "--peers", "", "--passes", "vae_fp8_linear", "--clips", tmp_path)
     result = h3opt("bench", "--suite", "decode", "--trained", "--device", "cpu", *size, "--json", "-")
     assert result.code == 0, result
-    arm = next(arm for arm in json.loads(result.out)["arms"] if arm["name"] == "video: + vae_fp8_linear")
-    assert 0 < arm["clip_lpips"]["noise"] < arm["clip_worst"]["noise"] < 0.05
+    variants = json.loads(result.out)["variants"]
+    fp8 = next(variant for variant in variants if variant["name"] == "video: + vae_fp8_linear")
+    assert 0 < fp8["clip_lpips"]["noise"] < fp8["clip_worst"]["noise"] < 0.05
 
 
 @pytest.mark.usefixtures("nothing_runs")
@@ -379,7 +381,114 @@ def test_two_results_in_one_file_are_refused(tmp_path: Path, refusal: Callable[.
     assert "one file twice" in refusal("verify", "--report", page, "--json", page)
 
 
+@pytest.mark.usefixtures("nothing_runs")
+def test_prompts_from_a_pipe_are_refused_and_do_not_block(tmp_path: Path, refusal: Callable[..., str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "is not a regular file" in refusal("verify", "--prompts", tmp_path / "pipe")
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("names", ["", ",", " , "])
+def test_a_list_of_no_passes_is_refused(names: str, refusal: Callable[..., str]) -> None:
+    for command in (("verify",), ("run", "--model", "m", "--prompt", "x"), BENCH):
+        assert "--passes names no pass" in refusal(*command, "--passes", names)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_pass_given_twice_is_refused_before_the_work(refusal: Callable[..., str]) -> None:
+    for command in (("verify",), ("run", "--model", "m", "--prompt", "x"), BENCH):
+        assert "'tile_batch' is given twice" in refusal(*command, "--passes", "tile_batch,tile_batch")
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_an_unknown_profile_is_refused_before_the_work(refusal: Callable[..., str], tmp_path: Path) -> None:
+    for command in (("verify",), ("run", "--model", "m", "--prompt", "x"), ("demo", "--out", tmp_path / "out")):
+        assert "There is no profile 'h20'" in refusal(*command, "--profile", "h20")
+    assert list(tmp_path.iterdir()) == []
+
+
+BENCH = ("bench", "--suite", "decode", "--tiny", "--device", "cpu", "--canvas", "64x96x22")
+
+LONG = """  - pass: norm_modulate
+  - pass: fused_swiglu
+    when: {tokens: ">=1000"}
+"""
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The passes that a command chose; the command ends there."""
+    names: list[list[str]] = []
+
+    def choose(*args: Any, **options: Any) -> Any:
+        options.pop("restorable", None)
+        _, passes = prepare(*args, **options)
+        names.append([item.name for item in passes])
+        raise DeviceError("No more is needed. Stop.")
+
+    def choose_for_run(pipe: Any, passes: Any, profile: str, **options: Any) -> Any:
+        return choose(pipe, passes, profile, **options)
+
+    monkeypatch.setattr("h3opt.compiler.optimize.optimize", choose_for_run)
+    monkeypatch.setattr("h3opt.verification.verify.prepare", choose)
+    monkeypatch.setattr("h3opt.bench.decode.prepare", choose)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [(("64", "96"), ["norm_modulate"]), (("128", "192"), ["fused_swiglu", "norm_modulate"])],
+    ids=["below", "above"],
+)
+def test_a_profile_row_that_depends_on_the_number_of_tokens_goes_by_the_canvas(
+    size: tuple[str, str],
+    names: list[str],
+    chosen: list[list[str]],
+    refusal: Callable[..., str],
+    saved: Path,
+    tmp_path: Path,
+) -> None:
+    rest = ("--profile", profile(tmp_path / "mine.yaml", LONG))
+    canvas = ("--height", size[0], "--width", size[1])
+    refusal("run", "--model", saved, "--prompt", "a cat", "--out", tmp_path / "c.mp4", *canvas, *rest)
+    refusal("verify", "--model", saved, "--evidence", tmp_path / "evidence", *canvas, *rest)
+    refusal("bench", "--suite", "decode", "--tiny", "--device", "cpu", "--canvas", f"{size[0]}x{size[1]}x124", *rest)
+    assert [sorted(item) for item in chosen] == [names] * 3
+
+
 # ---------------------------------------------------------------------------------------------------------- output
+
+
+def test_a_device_that_is_full_is_refused_before_the_work(refusal: Callable[..., str], nothing_runs: None) -> None:
+    run = ("run", "--model", "m", "--prompt", "x")
+    assert "/dev/full cannot be written: it is not a regular file" in refusal(*run, "--out", "/dev/full")
+    for command in (run, ("verify",), ("demo",), BENCH):
+        assert "/dev/full cannot be written: No space left on device" in refusal(*command, "--json", "/dev/full")
+
+
+@pytest.mark.parametrize("arguments", [["passes"], ["passes", "--json", "-"], ["passes", "--markdown"]])
+def test_standard_output_that_is_full_is_one_line(arguments: list[str]) -> None:
+    code = "from h3opt.cli.app import main; main()"
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", code, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: Standard output cannot be written: No space left on device.")
+    assert ended.returncode == 2
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_escape_sequences_from_a_file_do_not_reach_the_terminal(
+    h3opt: Run, refusal: Callable[..., str], tmp_path: Path
+) -> None:
+    found = CallEvidence("fused_swiglu", {}, "site", "\x1b[2Jblock", 3, [], "\x9bx", dtype=torch.float32, device="cpu")
+    found.inputs, found.arguments = encode_arguments(((), {"x": torch.randn(2, 8), "dim": -1, "middle": 4, "end": 8}))
+    found.expected, found.actual = [torch.ones(2, 4)], [torch.zeros(2, 4)]
+    write_evidence(tmp_path / "e", found)
+    result = h3opt("replay", tmp_path / "e")
+    assert r"\x1b[2Jblock" in result.out and r"\x9bx" in result.out and not {"\x1b", "\x9b"} & set(result.out)
+    assert "\x1b" not in refusal("verify", "--evidence", tmp_path / "e" / "evidence.json" / "\x1b[31m")
 
 
 @pytest.mark.usefixtures("nothing_runs")
@@ -448,7 +557,7 @@ def test_a_place_for_evidence_that_something_else_is_in_is_refused(refusal: Call
 
 
 def test_calibrate_says_what_perceptual_promises_should_be(h3opt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_page import verdict
+    from sample_verdict import verdict
 
     asked: list[Any] = []
     monkeypatch.setattr("h3opt.pipeline.generation.reference_pipeline", lambda *_: None)
@@ -716,15 +825,18 @@ def test_run_without_passes_prints_json_alone(h3opt: Run, saved: Path, tmp_path:
 def test_evidence_replays_with_one_command(h3opt: Run, refusal: Callable[..., str], tmp_path: Path) -> None:
     x = torch.randn(2, 8)
     block = "transformer.transformer_blocks.0"
-    found = Evidence("fused_swiglu", {}, "site", block, 3, [], "ff.net.0", dtype=torch.float32, device="cpu")
-    found.inputs, found.arguments = flatten(((), {"x": x, "dim": -1, "middle": 4, "end": 8}))
-    found.expected, found.found = [torch.ones(2, 4)], [torch.zeros(2, 4)]
+    found = CallEvidence("fused_swiglu", {}, "site", block, 3, [], "ff.net.0", dtype=torch.float32, device="cpu")
+    found.inputs, found.arguments = encode_arguments(((), {"x": x, "dim": -1, "middle": 4, "end": 8}))
+    found.expected, found.actual = [torch.ones(2, 4)], [torch.zeros(2, 4)]
     write_evidence(tmp_path / "e", found)
     result = h3opt("replay", tmp_path / "e")
     assert result.code == 0 and "then: 8 of 8 elements differ" in result.out and "now:  bits equal" in result.out
     result = h3opt("replay", tmp_path / "e", "--json", "-")
     assert json.loads(result.out)["moves"] is False and result.code == 0
     assert "holds no evidence" in refusal("replay", tmp_path)
+    found.arguments[1]["dict"]["x"] = None
+    write_evidence(tmp_path / "e", found)
+    assert "does not fit the rule of fused_swiglu" in refusal("replay", tmp_path / "e")
 
 
 def test_evidence_replays_in_the_dtype_it_was_verified_with(
@@ -737,9 +849,9 @@ def test_evidence_replays_in_the_dtype_it_was_verified_with(
         raise DeviceError("No more is needed. Stop.")
 
     monkeypatch.setattr("h3opt.pipeline.generation.reference_pipeline", pipeline)
-    found = Evidence("fused_swiglu", {}, "module", "transformer", 0, [], dtype=torch.float16, device="cpu")
-    found.inputs, found.arguments = flatten(((), {}))
-    found.expected, found.found = [torch.ones(2)], [torch.zeros(2)]
+    found = CallEvidence("fused_swiglu", {}, "module", "transformer", 0, [], dtype=torch.float16, device="cpu")
+    found.inputs, found.arguments = encode_arguments(((), {}))
+    found.expected, found.actual = [torch.ones(2)], [torch.zeros(2)]
     write_evidence(tmp_path / "e", found)
     refusal("replay", tmp_path / "e")
     refusal("replay", tmp_path / "e", "--dtype", "float32")

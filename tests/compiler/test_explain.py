@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import installed
 
 from h3opt.compiler import explain as explaining
 from h3opt.compiler.explain import describe, explain, explain_plan, explain_sites, has_plan, sites_text
@@ -23,6 +24,7 @@ from h3opt.pass_api.base import GraphPass, SchedulePass
 from h3opt.pass_api.promises import Exact
 from h3opt.pass_api.registry import find_pass, list_passes, make_pass
 from h3opt.pipeline.generation import GenerationSettings
+from h3opt.pipeline.sequence_length import sequence_length
 from h3opt.pipeline.view import PipelineView
 from h3opt.reference import full_vae
 from h3opt.render.seam_picture import seam_picture
@@ -106,6 +108,21 @@ def test_sites_come_from_a_run_with_the_passes_it_builds_on(silent: Any) -> None
     assert f"\n  nearly  {near}" in text
 
 
+def test_sites_are_shown_for_the_number_of_tokens_of_the_generation(
+    silent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def stop(*_: Any, **options: Any) -> Any:
+        asked.append(options["tokens"])
+        raise InterruptedError
+
+    monkeypatch.setattr(explaining, "optimize", stop)
+    with pytest.raises(InterruptedError):
+        explain_sites(silent, "fused_swiglu", SHORT)
+    assert asked == [sequence_length(silent, SHORT)]
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("heavy")
 def test_a_pass_that_falls_short_still_answers(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +157,7 @@ def test_a_pass_builds_on_what_it_comes_after_directly_and_through_others(monkey
 
     stubs = [Stub("c", ("b", "not_installed")), Stub("b", ("a",)), Stub("a", ("c",)), Stub("z")]
     monkeypatch.setattr(explaining, "list_passes", lambda: stubs)
-    assert sorted(explaining._with_what_it_builds_on("c")) == ["a", "b", "c"]
+    assert sorted(explaining._with_prerequisites("c")) == ["a", "b", "c"]
 
 
 def test_a_picture_shows_the_tiles_and_what_they_changed(pipe: Any, tmp_path: Path) -> None:
@@ -164,7 +181,7 @@ def test_batches_change_no_border_and_what_was_installed_comes_back(pipe: Any) -
     latents = torch.randn(1, 24, 7, 4, 6, generator=torch.Generator().manual_seed(0))
     with optimize(pipe, ["tile_buffer_reuse"], "cpu") as opt:
         found = seam_picture(pipe, make_pass("tile_batch"), latents)
-        assert opt.active and "_decode" in vars(pipe.vae)
+        assert installed(opt) and "_decode" in vars(pipe.vae)
     assert found.unmodified_borders == found.candidate_borders
     with pytest.raises(PipelineError, match="cuts no video into tiles"):
         seam_picture(pipe, make_pass("fused_swiglu"), latents)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same_media, build, differing, fingerprint
+from conftest import assert_same_media, build, differing, fingerprint, installed
 from torch.nn.functional import silu
 
 import h3opt
@@ -99,7 +99,7 @@ def untouched(pipe: Any) -> Iterator[None]:
 def test_the_profile_decides_what_is_on_and_restore_takes_it_all_back(silent, reference):
     before = fingerprint(silent)
     opt = optimize(silent, None)
-    assert opt.active and {one.name for one in opt.passes} == {
+    assert installed(opt) and {one.name for one in opt.passes} == {
         row.name for row in load_profile("cpu").passes if row.enabled
     }
     generate(silent, CLIP)
@@ -108,7 +108,7 @@ def test_the_profile_decides_what_is_on_and_restore_takes_it_all_back(silent, re
         assert entry.state == "on", (entry.name, entry.reason)
         assert entry.matched == entry.expected, entry.name
     opt.restore()
-    assert not opt.active
+    assert not installed(opt)
     assert differing(before, fingerprint(silent)) == []
     assert_same_media(reference, generate(silent, CLIP))
     opt.restore()
@@ -118,7 +118,7 @@ def test_the_profile_decides_what_is_on_and_restore_takes_it_all_back(silent, re
 def test_the_with_block_restores_also_when_its_body_raises(silent):
     with untouched(silent), pytest.raises(KeyError), optimize(silent, None) as opt:
         raise KeyError
-    assert not opt.active
+    assert not installed(opt)
 
 
 def test_no_passes_means_none(silent):
@@ -177,7 +177,7 @@ def test_without_restorable_the_replaced_weights_are_freed_and_nothing_pretends_
     for attempt in (opt.restore, opt.__enter__, partial(optimize, pipe, [])):
         with pytest.raises(PipelineError, match=r"restorable=False.*load it again"):
             attempt()
-    assert opt.active and bits_equal(expected.video, generate(pipe, CLIP).video)
+    assert installed(opt) and bits_equal(expected.video, generate(pipe, CLIP).video)
 
 
 def test_without_restorable_an_error_says_that_weights_are_gone():
@@ -185,7 +185,7 @@ def test_without_restorable_an_error_says_that_weights_are_gone():
     with pytest.raises(ShortfallError) as caught:
         optimize(pipe, ["fp8_linear", Marks(sites=0)], restorable=False)
     assert any("load the pipeline again" in note for note in caught.value.__notes__)
-    assert optimize(pipe, []).active, "what is left can still be used"
+    assert installed(optimize(pipe, [])), "what is left can still be used"
 
 
 def test_without_restorable_an_error_is_not_hidden_by_that_of_the_passes_before():
@@ -193,7 +193,7 @@ def test_without_restorable_an_error_is_not_hidden_by_that_of_the_passes_before(
     first = optimize(pipe, ["fp8_linear"])
     with pytest.raises(PassFailedError, match="marks could not be installed") as caught:
         optimize(pipe, ["fp8_linear", Marks(fails=True)], restorable=False)
-    assert any("load the pipeline again" in note for note in caught.value.__notes__) and not first.active
+    assert any("load the pipeline again" in note for note in caught.value.__notes__) and not installed(first)
 
 
 def test_a_model_of_which_nothing_is_captured_keeps_what_is_on_it_when_the_handle_is_dropped(silent):
@@ -211,11 +211,11 @@ def test_optimizing_again_replaces_what_was_installed(silent, reference):
     with untouched(silent):
         first = optimize(silent, ["fp8_linear", "modulation_table"])
         second = optimize(silent, ["norm_modulate"])
-        assert not first.active and second.active
+        assert not installed(first) and installed(second)
         assert_same_media(reference, generate(silent, CLIP))
         assert second.report["norm_modulate"].matched == 8
         first.restore()
-        assert second.active and len(silent.transformer._compiled_call_impl.wrappers) == 1, "the tables' is gone"
+        assert installed(second) and len(silent.transformer._compiled_call_impl.wrappers) == 1, "the tables' is gone"
         assert silent.transformer.transformer_blocks[0]._compiled_call_impl is not None
         second.restore()
 
@@ -224,7 +224,7 @@ def test_a_model_optimized_alone_and_then_in_its_pipeline_is_replaced(silent):
     with untouched(silent):
         alone = optimize(silent.transformer, ["norm_modulate"])
         whole = optimize(silent, ["fused_swiglu"])
-        assert not alone.active and whole.active
+        assert not installed(alone) and installed(whole)
         whole.restore()
 
 
@@ -256,7 +256,7 @@ def test_a_second_thread_in_the_transformer_is_an_error_and_the_first_goes_on(si
                 generate(silent, CLIP)
             go_on.set()
             first.join()
-            assert opt.active
+            assert installed(opt)
     finally:
         hook.remove()
     assert_same_media(reference, found[0])
@@ -266,7 +266,7 @@ def test_restoring_one_of_two_pipelines_leaves_the_other_optimized(silent):
     other = build()
     one, two = optimize(silent, ["modulation_table"]), optimize(other, ["modulation_table"])
     one.restore()
-    assert two.active and type(other.transformer.transformer_blocks[0].adaln_proj).__name__ == "TableRows"
+    assert installed(two) and type(other.transformer.transformer_blocks[0].adaln_proj).__name__ == "TableRows"
     two.restore()
 
 
@@ -277,9 +277,9 @@ def test_a_component_of_another_optimized_pipeline_is_refused(silent):
         before = fingerprint(other)
         with pytest.raises(PipelineError, match=r"part of another optimized pipeline\. Call restore\(\)"):
             optimize(other, ["fused_swiglu"])
-        assert opt.active and differing(before, fingerprint(other)) == []
+        assert installed(opt) and differing(before, fingerprint(other)) == []
     with optimize(other, ["fused_swiglu"]) as opt:
-        assert opt.active
+        assert installed(opt)
 
 
 # --- single models ---------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ def test_what_cannot_be_leaves_the_installed_passes_alone(silent):
     with optimize(silent, ["modulation_table"]) as opt:
         with untouched(silent), pytest.raises(UnknownPassError):
             optimize(silent, ["norm_modulat"])
-        assert opt.active
+        assert installed(opt)
 
 
 # --- failures half-way -----------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ def test_a_failed_second_call_keeps_the_passes_of_the_first(silent, reference):
         generate(silent, CLIP)
         with pytest.raises(Exception, match="the marker is broken"):
             optimize(silent, ["fp8_linear", Marks(fails=True)])
-        assert opt.active and not hasattr(silent.transformer, "marked")
+        assert installed(opt) and not hasattr(silent.transformer, "marked")
         assert opt.report["modulation_table"].counts == "4/4"
         assert_same_media(reference, generate(silent, CLIP))
         assert opt.report["norm_modulate"].counts == "8/8"
@@ -389,7 +389,7 @@ def test_a_shortfall_at_the_first_call_restores_the_pipeline_and_says_so(silent,
         with pytest.raises(ShortfallError, match="'norm_modulate' matched 2 of 9 sites in transformer.block") as error:
             generate(silent, CLIP)
         assert any("has been restored" in note for note in error.value.__notes__)
-        assert not opt.active
+        assert not installed(opt)
     assert_same_media(reference, generate(silent, CLIP))
 
 

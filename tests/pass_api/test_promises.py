@@ -9,7 +9,7 @@ import pytest
 
 from h3opt.pass_api.promises import Exact, Perceptual, Rounding
 from h3opt.verification.difference import Difference
-from h3opt.verification.verify import _holds
+from h3opt.verification.verify import holds
 
 SAME = Difference()
 CLOSE = Difference(10, 10, lpips=0.001, psnr_db=60.0, audio_snr_db=60.0)
@@ -40,7 +40,7 @@ def test_promises_are_values():
 
 @pytest.mark.parametrize(("difference", "held"), [(SAME, True), (ONE_BIT, False), (CLOSE, False)])
 def test_exact_allows_no_bit(difference, held):
-    assert _holds(Exact(), difference, floor=FAR) is held
+    assert holds(Exact(), difference, floor=FAR) is held
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_exact_allows_no_bit(difference, held):
     ],
 )
 def test_rounding_stays_within_the_noise_floor(difference, floor, held):
-    assert _holds(Rounding(), difference, floor) is held
+    assert holds(Rounding(), difference, floor) is held
 
 
 @pytest.mark.parametrize(
@@ -74,18 +74,18 @@ def test_rounding_stays_within_the_noise_floor(difference, floor, held):
     ],
 )
 def test_perceptual_holds_picture_and_sound_to_their_limits(promise, difference, held):
-    assert _holds(promise, difference, floor=None) is held
+    assert holds(promise, difference, floor=None) is held
 
 
 @pytest.mark.parametrize("promise", [Exact(), Rounding(), Perceptual(1.0, -100.0), Perceptual(1.0)])
 def test_no_promise_holds_for_a_picture_that_is_not_a_number(promise):
     broken = Difference(5, 0, lpips=math.nan, psnr_db=math.nan)
-    assert not _holds(promise, broken, floor=FAR)
+    assert not holds(promise, broken, floor=FAR)
 
 
 def test_no_limit_on_sound_holds_for_sound_that_is_not_a_number():
     broken = Difference(0, 5, audio_snr_db=math.nan)
-    assert not _holds(Perceptual(1.0, audio_snr_db=-100.0), broken, floor=FAR)
+    assert not holds(Perceptual(1.0, audio_snr_db=-100.0), broken, floor=FAR)
 
 
 def test_the_worst_of_several_clips_counts():
@@ -99,5 +99,5 @@ def test_a_clip_that_is_not_a_number_is_the_worst_in_any_order(order):
     clips = [Difference(5, 5, lpips=math.nan, psnr_db=math.nan, audio_snr_db=math.nan), CLOSE]
     worst = Difference.worst([clips[number] for number in order])
     assert math.isnan(worst.lpips)
-    assert not _holds(Perceptual(1.0, audio_snr_db=0.0), worst, floor=None)
+    assert not holds(Perceptual(1.0, audio_snr_db=0.0), worst, floor=None)
     assert math.isnan(worst.audio_snr_db) and math.isnan(worst.psnr_db)

@@ -40,7 +40,7 @@ from h3opt.pipeline.generation import GenerationSettings, Media, generate
 from h3opt.pipeline.hooks import wrap_calls
 from h3opt.verification.difference import Difference
 from h3opt.verification.noise_floors import UlpPerturbation
-from h3opt.verification.verify import _holds
+from h3opt.verification.verify import holds
 
 aten = torch.ops.aten
 
@@ -352,7 +352,7 @@ class Stage:
         return Difference.worst(map(Difference.between, self.unmodified, self.generate()))
 
     def held(self, one: Pass, difference: Difference) -> bool:
-        return _holds(one.promise, difference, self.floor if isinstance(one.promise, Rounding) else None)
+        return holds(one.promise, difference, self.floor if isinstance(one.promise, Rounding) else None)
 
     @property
     def floor(self) -> Difference:

@@ -24,8 +24,8 @@ from h3opt.pass_api.testing import with_replacement
 from h3opt.pipeline.generation import GenerationSettings
 from h3opt.pipeline.view import PipelineView
 from h3opt.verification.bisection import Culprit, bisect_pass
-from h3opt.verification.evidence import Evidence, check_folder, flatten, read_evidence, write_evidence
-from h3opt.verification.replay import replay
+from h3opt.verification.evidence import CallEvidence, check_folder, encode_arguments, read_evidence, write_evidence
+from h3opt.verification.replay import replay_evidence
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.xdist_group("bisection")
@@ -116,9 +116,9 @@ def test_the_saved_tensors_are_those_of_the_site(broken):
 
 
 def test_a_site_replays_without_a_pipeline_and_shows_when_the_pass_is_right_again(broken):
-    found = replay(broken.folder / "fused_qk_cast", no_pipe)
+    found = replay_evidence(broken.folder / "fused_qk_cast", no_pipe)
     assert "elements differ" in found.then
-    assert found.now == "bits equal" and not found.moves, "the registered pass is right"
+    assert found.now == "bits equal" and not found.differs, "the registered pass is right"
     assert "now:  bits equal" in str(found) and found.to_dict()["pass"] == "fused_qk_cast"
 
 
@@ -126,8 +126,8 @@ def test_a_format_pass_is_traced_to_the_layer_and_replays_in_the_pipeline(broken
     found = culprit(broken, "fp8_linear")
     assert found.module == "transformer.transformer_blocks.0" and found.inputs_equal and found.alone
     assert found.site == "transformer.transformer_blocks.0.attn.to_q"
-    again = replay(broken.folder / "fp8_linear", lambda *_: broken.pipe)
-    assert again.moves and "elements differ" in again.now
+    again = replay_evidence(broken.folder / "fp8_linear", lambda *_: broken.pipe)
+    assert again.differs and "elements differ" in again.now
     assert type(broken.pipe.transformer.transformer_blocks[0].attn.to_q).__name__ == "Linear", "nothing stays installed"
 
 
@@ -140,8 +140,8 @@ def test_what_was_kept_between_calls_is_said_to_move(broken):
 # --- files -----------------------------------------------------------------------------------------------------
 
 
-def evidence(**changed: Any) -> Evidence:
-    found = Evidence(
+def evidence(**changed: Any) -> CallEvidence:
+    found = CallEvidence(
         "fused_swiglu",
         {},
         "site",
@@ -152,8 +152,8 @@ def evidence(**changed: Any) -> Evidence:
         dtype=torch.float32,
         device="cpu",
     )
-    found.inputs, found.arguments = flatten(((), {"x": torch.ones(2, 8), "dim": -1, "middle": 4, "end": 8}))
-    found.expected, found.found = [torch.ones(2, 4)], [torch.zeros(2, 4)]
+    found.inputs, found.arguments = encode_arguments(((), {"x": torch.ones(2, 8), "dim": -1, "middle": 4, "end": 8}))
+    found.expected, found.actual = [torch.ones(2, 4)], [torch.zeros(2, 4)]
     for name, value in changed.items():
         setattr(found, name, value)
     return found
@@ -164,7 +164,7 @@ def test_arguments_come_back_as_they_were(tmp_path):
         (torch.ones(2), (None, [1.5, "x"])),
         {"dtype": torch.bfloat16, "inf": float("inf"), "deep": {"t": torch.zeros(1)}},
     )
-    inputs, arguments = flatten(given)
+    inputs, arguments = encode_arguments(given)
     write_evidence(tmp_path / "e", evidence(inputs=inputs, arguments=arguments))
     args, kwargs = read_evidence(tmp_path / "e").call_arguments()
     assert torch.equal(args[0], torch.ones(2)) and args[1] == (None, [1.5, "x"])
@@ -226,17 +226,17 @@ def test_evidence_that_cannot_be_read_is_an_error_of_ours(how, tmp_path):
     write_evidence(tmp_path / "e", evidence())
     spoil(tmp_path / "e", how)
     with pytest.raises(CheckpointError, match="Give a folder that `h3opt verify` wrote"):
-        replay(tmp_path / "e", no_pipe)
+        replay_evidence(tmp_path / "e", no_pipe)
 
 
 @pytest.mark.parametrize(
     "arguments", [{"y": torch.ones(2, 8)}, {"x": torch.ones(()), "dim": -1, "middle": 4, "end": 8}]
 )
 def test_evidence_that_does_not_fit_the_rule_is_an_error_of_ours(arguments, tmp_path):
-    inputs, spelled = flatten(((), arguments))
+    inputs, spelled = encode_arguments(((), arguments))
     write_evidence(tmp_path / "e", evidence(inputs=inputs, arguments=spelled))
     with pytest.raises(CheckpointError, match="does not fit the rule of fused_swiglu"):
-        replay(tmp_path / "e", no_pipe)
+        replay_evidence(tmp_path / "e", no_pipe)
 
 
 def test_a_pipeline_tells_the_dtype_it_was_loaded_as(broken):
@@ -257,20 +257,21 @@ def test_a_replay_asks_for_the_pipeline_as_it_was_verified(tmp_path):
     write_evidence(tmp_path / "e", evidence(kind="module", dtype=torch.bfloat16))
     for device in (None, "meta"):
         with pytest.raises(InterruptedError):
-            replay(tmp_path / "e", ask, device)
+            replay_evidence(tmp_path / "e", ask, device)
     assert asked == [(torch.bfloat16, "cpu"), (torch.bfloat16, "meta")]
 
 
 def test_inputs_go_to_the_device_of_the_replay(tmp_path, monkeypatch):
     seen: list[set[str]] = []
 
-    def compared(expected: Any, found: Any) -> str:
-        seen.append({tensor.device.type for tensor in (*expected, *found)})
+    def describe(expected: Any, actual: Any) -> str:
+        seen.append({tensor.device.type for tensor in (*expected, *actual)})
         return ""
 
     write_evidence(tmp_path / "e", evidence())
-    monkeypatch.setattr("h3opt.verification.evidence.compared", compared)
-    replay(tmp_path / "e", no_pipe, "meta")
+    for module in ("evidence", "replay"):
+        monkeypatch.setattr(f"h3opt.verification.{module}.describe_difference", describe)
+    replay_evidence(tmp_path / "e", no_pipe, "meta")
     assert {"meta"} in seen and {"cpu"} in seen, "what was saved stays where it is"
 
 
@@ -278,22 +279,22 @@ def test_evidence_of_a_device_that_is_not_here_says_so_and_replays_on_another(tm
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     write_evidence(tmp_path / "e", evidence(device="cuda"))
     with pytest.raises(DeviceError, match="was found on cuda, which is not available here. Replay it where it is"):
-        replay(tmp_path / "e", no_pipe)
-    assert not replay(tmp_path / "e", no_pipe, "cpu").moves
+        replay_evidence(tmp_path / "e", no_pipe)
+    assert not replay_evidence(tmp_path / "e", no_pipe, "cpu").differs
 
 
 @pytest.mark.parametrize("changed", [{"module": "transformer.none"}, {"inputs": {"args.0": torch.ones(2, 3)}}])
 def test_evidence_of_another_pipeline_is_said_to_be(changed, silent, tmp_path):
-    inputs, arguments = flatten(((torch.ones(2, 48),), {}))
+    inputs, arguments = encode_arguments(((torch.ones(2, 48),), {}))
     layer = {"kind": "module", "name": "hoist_step_invariants", "module": "transformer.context_embedder"}
     found = evidence(**layer, inputs=inputs, arguments=arguments)
     write_evidence(tmp_path / "right", found)
-    assert not replay(tmp_path / "right", lambda *_: silent).moves
+    assert not replay_evidence(tmp_path / "right", lambda *_: silent).differs
     for name, value in changed.items():
         setattr(found, name, value)
     write_evidence(tmp_path / "wrong", found)
     with pytest.raises(CheckpointError, match="does not fit this pipeline"):
-        replay(tmp_path / "wrong", lambda *_: silent)
+        replay_evidence(tmp_path / "wrong", lambda *_: silent)
 
 
 def test_a_place_for_evidence_that_cannot_be_made_is_refused_before_the_work(silent, tmp_path):

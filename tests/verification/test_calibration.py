@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_page import verdict as shown
+from sample_verdict import verdict as shown
 
 from h3opt.errors import PipelineError
 from h3opt.pass_api.promises import Perceptual

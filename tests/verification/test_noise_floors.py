@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import assert_same_media, differing, fingerprint
-from test_page import verdict as shown
+from sample_verdict import verdict as shown
 from torch._inductor import config
 from torch.nn.attention import SDPBackend
 
@@ -28,7 +28,7 @@ from h3opt.verification.noise_floors import (
     FLOORS,
     Floor,
     choose_floors,
-    generations,
+    count_generations,
     measure_floors,
     multiple_digits,
     multiple_words,
@@ -53,7 +53,7 @@ def measure(pipe: Any, *names: str, clips: Sequence[GenerationSettings] = (CLIP,
     assert differing(before, fingerprint(pipe)) == [] and dict(os.environ) == places
     assert_same_media(reference[0], generate(pipe, clips[0]))
     if all(floor.difference is not None for floor in found):
-        assert len(ran) == generations(names, clips)
+        assert len(ran) == count_generations(names, clips)
     return {floor.name: floor for floor in found}
 
 
@@ -64,7 +64,7 @@ def test_one_ulp_another_library_and_the_next_seed_move_the_pipeline_ever_more(s
     assert 0 < ulp.lpips < seed.lpips / 10 and 0 < attention.lpips < seed.lpips / 10
     assert found["attention"].facts == {"libraries": "flash and math"}
     assert found["seed"].kind.ceiling and found["seed"].label == "seed ceiling"
-    assert "libraries flash and math" in found["attention"].found
+    assert "libraries flash and math" in found["attention"].summary
 
 
 def test_the_next_seed_is_not_generated_twice():
@@ -77,7 +77,7 @@ def test_the_next_seed_is_not_generated_twice():
 
     view = PipelineView(vae=None)
     (floor,) = measure_floors(["seed"], view, clips, [picture(clip) for clip in clips], run)
-    assert [clip.seed for clip in made] == [5] and generations(["seed"], clips) == 1
+    assert [clip.seed for clip in made] == [5] and count_generations(["seed"], clips) == 1
     assert floor.difference == Difference.worst(
         Difference.between(picture(clip), picture(dataclasses.replace(clip, seed=clip.seed + 1))) for clip in clips
     )
@@ -96,11 +96,11 @@ def test_one_library_alone_is_no_floor_and_says_so(silent, monkeypatch):
     floor = measure(silent, "attention")["attention"]
     assert floor.difference is None and floor.absent is not None
     assert floor.absent.startswith("only math takes its calls on cpu; refused: efficient (")
-    assert floor.found == f"not measured: {floor.absent}" and floor.to_dict()["absent"] == floor.absent
+    assert floor.summary == f"not measured: {floor.absent}" and floor.to_dict()["absent"] == floor.absent
 
 
 def test_attention_that_goes_round_torch_is_no_floor(silent, monkeypatch):
-    monkeypatch.setattr(floors._Library, "around", lambda self, proceed, *args, **kwargs: proceed(*args, **kwargs))
+    monkeypatch.setattr(floors._Library, "wrap_calls", lambda self, proceed, *args, **kwargs: proceed(*args, **kwargs))
     assert "no attention goes through" in str(measure(silent, "attention")["attention"].absent)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import COMPONENTS, assert_same_media, differing, fingerprint
+from conftest import COMPONENTS, assert_same_media, differing, fingerprint, installed
 
 import h3opt
 from h3opt.errors import CheckpointError, PassConflictError, PipelineError, ShortfallError, UnknownPassError
@@ -21,7 +21,7 @@ from h3opt.pipeline.generation import GenerationSettings, generate
 from h3opt.render.tables import verdict_lines
 from h3opt.verification.difference import Difference
 from h3opt.verification.verdict import Verdict
-from h3opt.verification.verify import _furthest, _holds
+from h3opt.verification.verify import _most_changed, holds
 
 aten = torch.ops.aten
 CLIP = GenerationSettings(num_inference_steps=3)
@@ -185,7 +185,7 @@ FLOOR = Difference(1, 1, 0.01, 60.0, 40.0)
     ids=str,
 )
 def test_a_promise_holds_up_to_its_limit_in_picture_and_sound(promise, difference, floor, held):
-    assert _holds(promise, difference, floor) is held
+    assert holds(promise, difference, floor) is held
 
 
 def test_alone_a_pass_is_compared_with_the_unmodified_pipeline_and_what_builds_on_others_says_so(silent):
@@ -220,7 +220,7 @@ def test_the_clip_that_moved_most_is_shown_by_picture_then_sound_then_bits():
         Difference(9, 10, 0.2, 40.0, 50.0),
         Difference(1, 0, math.nan),
     ):
-        assert _furthest([still, moved, further]) == 2 and _furthest([further, moved, still]) == 0
+        assert _most_changed([still, moved, further]) == 2 and _most_changed([further, moved, still]) == 0
 
 
 def test_no_seed_is_no_clip(silent):
@@ -275,7 +275,7 @@ def test_passes_installed_before_are_installed_again(silent):
         inside = fingerprint(silent)
         verdict = verify(silent, ["fused_swiglu"])
         assert verdict.held and [one.name for one in verdict.passes] == ["fused_swiglu"]
-        assert opt.active and opt.report["modulation_table"].counts == "4/4"
+        assert installed(opt) and opt.report["modulation_table"].counts == "4/4"
         assert module_types(inside) == module_types(fingerprint(silent))
         assert_same_media(reference, generate(silent, CLIP))
         assert opt.report["norm_modulate"].counts == "8/8"
@@ -313,7 +313,7 @@ def test_a_failure_on_the_way_leaves_the_pipeline_as_it_was_found(silent):
     with h3opt.optimize(silent, ["modulation_table"], "cpu") as opt:
         with pytest.raises(ShortfallError):
             verify(silent, [greedy])
-        assert opt.active and opt.report["modulation_table"].counts == "4/4"
+        assert installed(opt) and opt.report["modulation_table"].counts == "4/4"
         assert_same_media(reference, generate(silent, CLIP))
 
 
@@ -327,7 +327,7 @@ def test_an_interruption_leaves_the_pipeline_as_it_was_found_and_nothing_on_disk
         inside = fingerprint(silent)
         with pytest.raises(KeyboardInterrupt):
             verify(silent, ["tile_batch"], evidence=tmp_path / "evidence", progress=interrupt)
-        assert opt.active and [one.name for one in opt.passes] == ["modulation_table"]
+        assert installed(opt) and [one.name for one in opt.passes] == ["modulation_table"]
         assert module_types(inside) == module_types(fingerprint(silent))
     assert list(tmp_path.iterdir()) == []
 
