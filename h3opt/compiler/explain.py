@@ -12,7 +12,7 @@ from typing import Any
 from h3opt.compiler.optimize import optimize
 from h3opt.compiler.report import PassReport
 from h3opt.graph.matcher import Rule
-from h3opt.pass_api import patterns
+from h3opt.pass_api import guards, patterns
 from h3opt.pass_api.base import GraphPass, Pass, Plan, SchedulePass
 from h3opt.pass_api.registry import find_pass, list_passes, make_pass
 from h3opt.pipeline.generation import GenerationSettings, generate
@@ -53,7 +53,8 @@ def describe(name: str) -> dict[str, Any]:
     """Describe a pass as JSON-ready types.
 
     ``rules`` has the source text of each pattern, replacement and guard (``None`` without a guard), ``helpers`` the
-    source text of the functions that these call in the file of the pass and in :mod:`h3opt.pass_api.patterns`.
+    source text of the functions that these call in the file of the pass, in :mod:`h3opt.pass_api.patterns` and in
+    :mod:`h3opt.pass_api.guards`.
 
     Raises:
         UnknownPassError: there is no such pass.
@@ -167,7 +168,11 @@ def _called(function: Callable[..., Any]) -> Iterator[FunctionType]:
         return
     for name in function.__code__.co_names:
         called = function.__globals__.get(name)
-        if isinstance(called, FunctionType) and called.__module__ in (function.__module__, patterns.__name__):
+        if isinstance(called, FunctionType) and called.__module__ in (
+            function.__module__,
+            patterns.__name__,
+            guards.__name__,
+        ):
             yield called
 
 
