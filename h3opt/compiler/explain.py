@@ -166,13 +166,10 @@ def _helpers(rules: Sequence[Rule]) -> list[FunctionType]:
 def _called(function: Callable[..., Any]) -> Iterator[FunctionType]:
     if not isinstance(function, FunctionType):
         return
+    shown_modules = (function.__module__, patterns.__name__, guards.__name__)
     for name in function.__code__.co_names:
         called = function.__globals__.get(name)
-        if isinstance(called, FunctionType) and called.__module__ in (
-            function.__module__,
-            patterns.__name__,
-            guards.__name__,
-        ):
+        if isinstance(called, FunctionType) and called.__module__ in shown_modules:
             yield called
 
 
