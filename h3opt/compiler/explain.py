@@ -54,7 +54,8 @@ def describe(name: str) -> dict[str, Any]:
     """Describe a pass as JSON-ready types.
 
     ``rules`` has the source text of each pattern, replacement and guard (``None`` without a guard), ``helpers`` the
-    source text of the functions that these call in the file of the pass and in :mod:`h3opt.pass_api.patterns`.
+    source text of the functions that these call in the file of the pass, in :mod:`h3opt.pass_api.patterns` and in
+    :mod:`h3opt.pass_api.guards`.
 
     Raises:
         UnknownPassError: there is no such pass.
@@ -166,13 +167,10 @@ def _helpers(rules: Sequence[Rule]) -> list[FunctionType]:
 def _called(function: Callable[..., Any]) -> Iterator[FunctionType]:
     if not isinstance(function, FunctionType):
         return
+    shown_modules = (function.__module__, patterns.__name__, guards.__name__)
     for name in function.__code__.co_names:
         called = function.__globals__.get(name)
-        if isinstance(called, FunctionType) and called.__module__ in (
-            function.__module__,
-            patterns.__name__,
-            guards.__name__,
-        ):
+        if isinstance(called, FunctionType) and called.__module__ in shown_modules:
             yield called
 
 
