@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from h3opt.compiler.probe import probe, signature
+from h3opt.compiler.definition_check import Measurement, check_site, has_check
+from h3opt.compiler.probe import EXACT_KINDS, probe, signature
 from h3opt.errors import H3OptError, PassFailedError, ShortfallError, ShortfallWarning
 from h3opt.graph.canonicalize import canonicalize
 from h3opt.graph.matcher import Match, NearMiss
 from h3opt.graph.nodes import copy_graph, value
 from h3opt.graph.rewriter import apply_rules
 from h3opt.pass_api.base import GraphFacts, GraphPass
-from h3opt.pass_api.promises import Perceptual
+from h3opt.pass_api.promises import Exact, Perceptual, Rounding
 
 
 @dataclass
@@ -31,14 +32,17 @@ class GraphOutcome:
         matched: sites rewritten.
         expected: sites there must be, ``None`` when unknown.
         probed: sites whose rewrite was proven again on this machine.
+        definition: how far the operators of libraries are from their definitions on this machine, where they are
+            furthest; ``None`` if the pass brings none or nothing was asked.
         sites: where they are.
-        refused: sites the probe turned down, with what it saw.
+        refused: sites that the probe or the check against the definition turned down, with what it saw.
         near_misses: sites that match in part, nearest first.
     """
 
     matched: int = 0
     expected: int | None = None
     probed: int = 0
+    definition: Measurement | None = None
     sites: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     near_misses: list[NearMiss] = field(default_factory=list)
@@ -77,7 +81,8 @@ class Lowering:
 
     Attributes:
         on_shortfall: ``"error"`` or ``"warn"``.
-        probe: whether Exact and Rounding rewrites are proven again on this machine.
+        probe: whether Exact and Rounding rewrites are proven again on this machine, and the operators of libraries in
+            Rounding and Perceptual rewrites are held to their definitions.
         veto: asked first about every site; returns a reason to leave it alone. Bisection chooses sites with it.
     """
 
@@ -150,17 +155,26 @@ class Lowering:
 
     def _apply(self, graph_pass: GraphPass, module: GraphModule, facts: GraphFacts) -> GraphOutcome:
         """Rewrite ``module`` in place, unless the pass finds no site."""
-        probed = 0
+        probed, definition = 0, None
+        promise = graph_pass.promise
 
         def accept(match: Match) -> str | None:
-            nonlocal probed
+            nonlocal probed, definition
             if self.veto is not None and (reason := self.veto(graph_pass, match)) is not None:
                 return reason
-            if not self.probe or isinstance(graph_pass.promise, Perceptual):  # no probe, so none to count
+            if not self.probe:
+                return None
+            if not isinstance(promise, Exact) and (measured := check_site(match)) is not None:
+                definition = measured if definition is None else max(definition, measured, key=lambda one: one.ratio)
+                if not measured.holds:
+                    return measured.refusal()
+            if isinstance(promise, Perceptual):  # no probe, so none to count
                 return None
             key = signature(match)
             if key not in self._probes:
-                self._probes[key] = probe(match, graph_pass.promise)
+                # kinds are covered by the check, which runs a few heads: the probe runs a site whole
+                kinds = ("zero_mean",) if isinstance(promise, Rounding) and has_check(match) else EXACT_KINDS
+                self._probes[key] = probe(match, promise, kinds)
             probed += self._probes[key] is None
             return self._probes[key]
 
@@ -172,7 +186,7 @@ class Lowering:
             raise PassFailedError(
                 f"Pass {graph_pass.name!r} failed on {facts.region or 'the graph'}: {error!r}. Turn it off."
             ) from error
-        return GraphOutcome(found.matched, None, probed, found.sites, found.refused, found.near_misses)
+        return GraphOutcome(found.matched, None, probed, definition, found.sites, found.refused, found.near_misses)
 
 
 def _common(left: list[GraphPass], right: list[GraphPass | None]) -> int:
