@@ -36,6 +36,7 @@ class Arm:
         differing: elements of video and audio velocity whose bits differ from eager's.
         error: ``‖out − eager‖ / ‖eager‖`` over both velocities.
         block_error: the same of what the first block adds to its input.
+        structured_error: the same where that input has a mean per channel, as in trained networks; transformer only.
         kernels: h3opt kernel → (launches seen by the profiler, launches the report expects).
         spent: milliseconds of a forward in ``attention``, ``gemm``, ``h3opt`` kernels and ``other`` kernels.
         gib_moved: what h3opt's kernels read and write in a forward, every operand once.
@@ -50,6 +51,7 @@ class Arm:
     differing: int | None = None
     error: float | None = None
     block_error: float | None = None
+    structured_error: float | None = None
     kernels: dict[str, tuple[int, int]] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
     gib_moved: float = 0.0

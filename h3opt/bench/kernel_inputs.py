@@ -83,7 +83,15 @@ def op_inputs(
     if name == "scaled_linear":
         q, q_scale = OPERATORS["quantize_rows"](x)
         weight_q, weight_scale = OPERATORS["quantize_rows"](make((rows * 16, columns), 7))
-        return q, q_scale, weight_q, weight_scale, make((rows * 16,), 8, dtype=torch.bfloat16), torch.bfloat16, "precise"
+        return (
+            q,
+            q_scale,
+            weight_q,
+            weight_scale,
+            make((rows * 16,), 8, dtype=torch.bfloat16),
+            torch.bfloat16,
+            "precise",
+        )
     if name in ("upsample_snake", "downsample"):
         phases = () if name == "upsample_snake" else (2,)
         signal = make((batch, rows, *phases, tokens), 0, special, magnitude=2.0)

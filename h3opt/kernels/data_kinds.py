@@ -31,6 +31,7 @@ KINDS = (*ATTENTION_KINDS, "nan_row")
 
 _CLUSTERS, _CLUSTER_TOKENS = 23, 64
 _CLUSTER_SPREAD, _CLUSTER_PULL = 1.5, 0.35  # standard deviation of V's means; how far Q and K share a direction
+_LEANING = 0.5
 _OUTLIER, _CHANNELS_PER_OUTLIER = 100.0, 32
 _PEAKED, _FLAT = 3.0, 0.01  # what Q is multiplied by: logits have this standard deviation
 
@@ -61,9 +62,7 @@ def draw(kind: str, shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return structure(noise[None], generator)[0] if noise.ndim == 2 else structure(noise, generator)
 
 
-def draw_attention(
-    kind: str, shape: Sequence[int], generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
+def draw_attention(kind: str, shape: Sequence[int], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Random Q, K and V of one kind, float32 ``[batch, tokens, heads, head_dim]`` each.
 
     Offsets and drift are those of V: what they add to K does not change a softmax. ``outlier_channels`` has outliers in
@@ -92,6 +91,24 @@ def draw_attention(
     elif kind in ("peaked", "flat"):
         q = q * (_PEAKED if kind == "peaked" else _FLAT)
     return q, k, v
+
+
+def draw_linear(kind: str, tokens: int, inputs: int, outputs: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random activations ``[tokens, inputs]`` and weights ``[outputs, inputs]`` of one kind, float32.
+
+    A product of independent offsets has terms of either sign. So for the kinds with offsets each row of the weights leans
+    towards the offsets of the activations, by half a standard deviation of its own: all terms of a sum have one sign, as
+    where a layer of a trained network reads the mean of its input. Weights of the other kinds are normal, but for heavy
+    tails. Weights are divided by √inputs.
+    """
+    if kind.startswith("offset_"):
+        direction = torch.randn(inputs, generator=generator, device=generator.device)
+        x = draw("zero_mean", (tokens, inputs), generator) + float(kind.removeprefix("offset_")) * direction
+        weight = draw("zero_mean", (outputs, inputs), generator) + _LEANING * direction
+    else:
+        x = draw(kind, (tokens, inputs), generator)
+        weight = draw("heavy_tails" if kind == "heavy_tails" else "zero_mean", (outputs, inputs), generator)
+    return x, weight * inputs**-0.5
 
 
 def _offset(noise: Tensor, generator: torch.Generator, size: float) -> Tensor:

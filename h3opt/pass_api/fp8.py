@@ -58,9 +58,7 @@ class FP8Linear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         quantized, scale = ops.quantize_rows(x)
-        return ops.scaled_linear(
-            quantized, scale, self.weight, self.weight_scale, self.bias, x.dtype, self.accumulate
-        )
+        return ops.scaled_linear(quantized, scale, self.weight, self.weight_scale, self.bias, x.dtype, self.accumulate)
 
 
 @dataclass(frozen=True)

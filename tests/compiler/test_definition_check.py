@@ -95,7 +95,9 @@ class InFP8(type(make_pass("attention_backend"))):  # type: ignore[misc]
     def rules(self):
         def in_fp8(query, key, value, swap):
             scales = [attention.dynamic_head_scale(one, True) for one in (query, key, value)]
-            codes = [attention.quantize_heads(one, scale) for one, scale in zip((query, key, value), scales, strict=True)]
+            codes = [
+                attention.quantize_heads(one, scale) for one, scale in zip((query, key, value), scales, strict=True)
+            ]
             return OPERATORS[self.operator](*codes, *scales, torch.float32, "triton")
 
         (rule,) = super().rules()
@@ -152,7 +154,9 @@ def test_a_shape_is_measured_once_in_a_process(monkeypatch):
     measured: list[str] = []
     once = definition_check._measure
     monkeypatch.setattr(definition_check, "_measure", lambda name, site: measured.append(name) or once(name, site))
-    monkeypatch.setitem(CHECKS, "planted_right", type(FP8_ATTENTION_CHECK)(1.15, ("clusters",), FP8_ATTENTION_CHECK.draw))
+    monkeypatch.setitem(
+        CHECKS, "planted_right", type(FP8_ATTENTION_CHECK)(1.15, ("clusters",), FP8_ATTENTION_CHECK.draw)
+    )
     for _ in range(2):
         lowered("planted_right")
     assert measured == ["planted_right"]
@@ -224,3 +228,13 @@ def test_flash_attention_3_over_all_keys_at_once_is_refused_at_19k_tokens():
     dequantized = [operands[name].float() / operands[f"{name}_scale"][:, None] for name in "qkv"]
     limit = relative_error(exact, attention_exact(dequantized[0][:, rows], *dequantized[1:]).bfloat16().double())
     assert relative_error(exact, found) > 1.15 * limit
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("accumulate", "holds"), [("precise", True), ("fast", False)])
+def test_precise_matrix_products_of_14336_inputs_hold_and_fast_ones_do_not_on_hopper(accumulate, holds):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("other tensor cores keep other sums")
+    *arguments, _ = op_inputs("scaled_linear", 2048, 14336, rows=336, device="cuda")
+    assert measure("scaled_linear", [*arguments, accumulate]).holds is holds

@@ -34,7 +34,9 @@ def test_zero_mean_is_what_a_generator_gives() -> None:
     assert torch.equal(data("zero_mean", 3, 5), torch.randn(3, 5, generator=torch.Generator().manual_seed(0)))
 
 
-@pytest.mark.parametrize(("kind", "low", "high"), [("zero_mean", 0, 0.02), ("offset_0.3", 0.1, 0.4), ("offset_2", 0.8, 2)])
+@pytest.mark.parametrize(
+    ("kind", "low", "high"), [("zero_mean", 0, 0.02), ("offset_0.3", 0.1, 0.4), ("offset_2", 0.8, 2)]
+)
 def test_channels_have_offsets_of_the_named_size(kind: str, low: float, high: float) -> None:
     assert low <= offsets(data(kind)).median() <= high
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h3opt.kernels.data_kinds import ATTENTION_KINDS, FINITE_KINDS, draw, draw_attention
+from h3opt.kernels.data_kinds import ATTENTION_KINDS, FINITE_KINDS, draw_attention, draw_linear
 from h3opt.kernels.ops.registry import OPERATORS, DefinitionCheck, TensorSpec, Trial
 
 _HEADS, _QUERIES = 4, 128
@@ -77,8 +77,7 @@ def _draw_scaled_linear(names: Sequence[str], site: Sequence[Any], kind: str, ge
     given = dict(zip(names, site, strict=True))
     outputs, inputs = min(given["weight_q"].shape[0], _ROWS), given["weight_q"].shape[1]
     tokens = min(math.prod(given["q"].shape[:-1]), _ROWS)
-    x = draw(kind, (tokens, inputs), generator).bfloat16()
-    weight = (draw(kind, (outputs, inputs), generator) * inputs**-0.5).bfloat16()
+    x, weight = (one.bfloat16() for one in draw_linear(kind, tokens, inputs, outputs, generator))
     operands: dict[str, Any] = {"bias": None}
     operands["q"], operands["q_scale"] = OPERATORS["quantize_rows"](x)
     operands["weight_q"], operands["weight_scale"] = OPERATORS["quantize_rows"](weight)
