@@ -2,10 +2,10 @@
 
 Random weights are plainer than trained ones in ways that number formats care about: V has no mean over the tokens, no
 channel of the residual stream is larger than the rest, norm weights are near one. ``weights/statistics.json`` has what
-the project's own trained reference (:mod:`reference.trained`: 64x96 pixels, three steps of the transformer) has instead.
-It was written by::
+the project's own trained reference (:mod:`reference.trained`: 64x96 pixels, three steps of the transformer) has
+instead. It was written by::
 
-    python -m h3opt.reference.weight_statistics
+    python -P -m h3opt.reference.weight_statistics
 
 The reference is small, and was trained for minutes: a model for users may be further from plain than this.
 """
@@ -36,9 +36,9 @@ def measure_statistics() -> dict[str, Any]:
 
     Returns:
         for ``transformer_blocks`` and ``refiner_blocks``: ``v_offset`` (median, 90th percentile and largest of
-        :func:`channel_offsets`; over the blocks, and for the refiner its first block) and mean and standard deviation of
-        the weights of each norm; ``stream``: the 99th percentile and the largest of the channels' root mean squares at
-        the input of the transformer's first block, over the median channel's.
+        :func:`channel_offsets`; over the blocks, and for the refiner its first block) and mean and standard deviation
+        of the weights of each norm; ``stream``: the 99th percentile and the largest of the channels' root mean squares
+        at the input of the transformer's first block, over the median channel's.
     """
     from .tiny import tiny_call
     from .trained import trained_pipeline
@@ -87,8 +87,8 @@ def apply_statistics(model: Any, generator: torch.Generator) -> None:
     """Give a MiniMax-H3 transformer with random weights the statistics of trained ones, in place.
 
     * V's channel offsets: AdaLN's first shift gets an offset per hidden channel, the same for all modalities and
-      timesteps; V, a product with random weights, then has normal offsets with the measured median. In the token refiner
-      the bias of the text embedding does it.
+      timesteps; V, a product with random weights, then has normal offsets with the measured median. In the token
+      refiner the bias of the text embedding does it.
     * outlier channels: the channels of the residual stream have log-normal sizes with the measured 99th percentile.
     * norm weights: normal, with the measured mean and standard deviation.
 

@@ -1,9 +1,9 @@
 """How far attention is from exact arithmetic, by kind of data and length, in every library; and how fast it is.
 
 FP8 tensor cores of Hopper keep about 14 bits of a sum. Whether that shows depends on the data: see
-:mod:`h3opt.kernels.data_kinds`. The errors are relative, against float64 attention of the unquantized operands on sampled
-queries. The limit that they are divided by is what the number format costs by itself: e4m3 operands and probabilities,
-an output in bfloat16, and sums in float64.
+:mod:`h3opt.kernels.data_kinds`. The errors are relative, against float64 attention of the unquantized operands on
+sampled queries. The limit that they are divided by is what the number format costs by itself: e4m3 operands and
+probabilities, an output in bfloat16, and sums in float64.
 
 Variants are named by their library. ``one call`` attends to all keys in one sum, as libraries are usually called;
 ``chunked`` is h3opt's: V without the mean of each chunk of keys, and the chunks' results merged in float32.

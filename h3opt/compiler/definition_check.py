@@ -1,10 +1,10 @@
 """Hold the operators of libraries to their definitions on this machine, before a rewrite uses them.
 
-The probe proves Exact rewrites. A rewrite that changes a number format cannot be proven so: its result must differ. But
-the operator that a library runs must differ from exact arithmetic by what the format costs, and by no more: Hopper's FP8
-tensor cores, for example, keep about 14 bits of a sum, and lose long sums on data that is not zero-mean. So each operator
-that registers a check (:class:`h3opt.kernels.ops.registry.DefinitionCheck`) is run at the site's length on all kinds of
-data, and compared with its definition on sampled rows. Results are kept per operator and shape for the whole process.
+The probe proves Exact rewrites. A rewrite that changes a number format cannot be proven so: its result must differ.
+But the operator that a library runs must differ from exact arithmetic by what the format costs, and by no more:
+Hopper's FP8 tensor cores, for example, keep about 14 bits of a sum, and lose long sums on data that is not zero-mean.
+So each operator that registers a check (:class:`h3opt.kernels.ops.registry.DefinitionCheck`) is run at the site's
+length on all kinds of data, and compared with its definition on sampled rows. Results are kept per operator and shape for the whole process.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def has_check(match: Match) -> bool:
 
 
 def check_graph(module: GraphModule) -> list[Measurement]:
-    """Hold the operators in a captured graph that registered a check to their definitions: format passes put them there.
+    """Hold the operators that format passes put into a captured graph to their definitions, where they have a check.
 
     Returns:
         a measurement for each operator and shape.

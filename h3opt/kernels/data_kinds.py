@@ -96,10 +96,10 @@ def draw_attention(kind: str, shape: Sequence[int], generator: torch.Generator) 
 def draw_linear(kind: str, tokens: int, inputs: int, outputs: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Random activations ``[tokens, inputs]`` and weights ``[outputs, inputs]`` of one kind, float32.
 
-    A product of independent offsets has terms of either sign. So for the kinds with offsets each row of the weights leans
-    towards the offsets of the activations, by half a standard deviation of its own: all terms of a sum have one sign, as
-    where a layer of a trained network reads the mean of its input. Weights of the other kinds are normal, but for heavy
-    tails. Weights are divided by √inputs.
+    A product of independent offsets has terms of either sign. So for the kinds with offsets each row of the weights
+    leans towards the offsets of the activations, by half a standard deviation: the terms of a sum then have one sign on
+    average, as where a layer of a trained network reads the mean of its input. Weights of the other kinds are normal,
+    but for heavy tails. Weights are divided by √inputs.
     """
     if kind.startswith("offset_"):
         direction = torch.randn(inputs, generator=generator, device=generator.device)

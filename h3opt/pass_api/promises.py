@@ -40,8 +40,8 @@ class Perceptual:
         lpips: the largest LPIPS (AlexNet, mean over frames) against the unmodified pipeline.
         audio_snr_db: the smallest audio signal-to-noise ratio against the unmodified pipeline, in dB; ``None`` for
             a pass that does not touch sound.
-        site_error: of a graph pass: the largest ``‖with − without‖ / ‖without‖`` at one rewritten site, on each kind of data
-            that is finite and of ordinary size (:attr:`h3opt.pass_api.examples.Draw.unit_scale`).
+        site_error: of a graph pass: the largest ``‖with − without‖ / ‖without‖`` at one rewritten site, on each kind of
+            data that is finite and of ordinary size (:attr:`h3opt.pass_api.examples.Draw.unit_scale`).
         on_reference: the same on the small trained reference, which draws plainer pictures than a model for users do:
             twice what was measured there; see :mod:`h3opt.verification.calibration`.
     """

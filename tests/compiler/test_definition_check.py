@@ -45,7 +45,7 @@ def unchunked_attention(q, k, v, q_scale, k_scale, v_scale, out_dtype, backend, 
 
 
 def sums_of_14_bits(codes: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A product whose running sum keeps 14 bits, as in Hopper's FP8 tensor cores: the rest is cut off after each 8 keys."""
+    """A product whose running sum keeps 14 bits, as Hopper's FP8 tensor cores do: 8 keys are added at a time."""
     total = codes.new_zeros((*codes.shape[:-1], value.shape[-1]))
     for left, right in zip(codes.split(8, -1), value.split(8, -2), strict=True):
         total = total + left @ right
@@ -63,7 +63,7 @@ def fake(q, k, v, q_scale, k_scale, v_scale, out_dtype, backend):
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two operators of FP8 attention that a library could run here: one that keeps 14 bits of a sum, one that is right."""
+    """Two operators of FP8 attention that a library could run: the first keeps 14 bits of a sum, the other is right."""
     for name, runs in (("planted_14_bits", with_14_bits), ("planted_right", unchunked_attention)):
         if not hasattr(torch.ops.h3opt, f"{name}_v1"):  # an operator cannot be registered twice in a process
             register_op(name, SCHEMA, unchunked_attention, runs, fake, None, cpu=runs, check=FP8_ATTENTION_CHECK)

@@ -1,8 +1,8 @@
 """Data on which the operators of libraries are held to their definitions: long sums in full, a few rows compared.
 
-A library sums in its own order and with its own accumulator. What that costs shows at the length of the real sum only, so
-operators run at the real number of keys or inputs; the definition is evaluated for sampled queries, rows and outputs.
-Heads and rows are independent of one another, so a few of them stand for all.
+A library sums in its own order and with its own accumulator. What that costs shows at the length of the real sum only,
+so operators run at the real number of keys or inputs; the definition is evaluated for sampled queries, rows and
+outputs. Heads and rows are independent of one another, so a few of them stand for all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROWS, _SAMPLED_ROWS, _SAMPLED_OUTPUTS = 2048, 64, 256
 
 
 def attention_exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Softmax attention in float64, head by head: q ``[batch, queries, heads, D]``, k and v ``[batch, keys, heads, D]``."""
+    """Softmax attention in float64: q ``[batch, queries, heads, D]``, k and v ``[batch, keys, heads, D]``."""
     out = []
     for head in range(q.shape[2]):
         query, key, value = (one[:, :, head].double() for one in (q, k, v))
@@ -32,7 +32,7 @@ def attention_exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def quantized_operands(q: Tensor, k: Tensor, v: Tensor, per_head: bool, chunk: int | None) -> dict[str, Tensor]:
-    """Operands of FP8 attention by the names of its schema; with ``chunk``, V is smoothed and scaled per chunk of keys."""
+    """Operands of FP8 attention by the names of its schema; with ``chunk``, V is smoothed and scaled per chunk."""
     found: dict[str, Tensor] = {}
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if name == "v" and chunk is not None:
