@@ -4,7 +4,8 @@ The probe proves Exact rewrites. A rewrite that changes a number format cannot b
 But the operator that a library runs must differ from exact arithmetic by what the format costs, and by no more:
 Hopper's FP8 tensor cores, for example, keep about 14 bits of a sum, and lose long sums on data that is not zero-mean.
 So each operator that registers a check (:class:`h3opt.kernels.ops.registry.DefinitionCheck`) is run at the site's
-length on all kinds of data, and compared with its definition on sampled rows. Results are kept per operator and shape for the whole process.
+length on all kinds of data, and compared with its definition on sampled rows. Results are kept per operator and shape
+for the whole process.
 """
 
 from __future__ import annotations
