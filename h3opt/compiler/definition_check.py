@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +130,7 @@ def _measure(name: str, arguments: list[Any]) -> Measurement:
     check, operator = CHECKS[name], OPERATORS[name]
     names = [argument.name for argument in operator._schema.arguments]
     worst = Measurement(name, check.kinds[0], 0.0, math.inf, check.factor)
-    with torch.no_grad(), _float32_sums():
+    with torch.no_grad():
         for kind in check.kinds:
             trial = check.draw(names, arguments, kind, torch.Generator(device).manual_seed(0))
             found = trial.read(operator(*trial.arguments), True)
@@ -179,14 +178,3 @@ def _concrete(argument: Any) -> Any:
 def _name(target: Any) -> str:
     """The registered name of an h3opt operator, ``""`` for any other target."""
     return target._opname.rpartition("_v")[0] if getattr(target, "namespace", None) == "h3opt" else ""
-
-
-@contextmanager
-def _float32_sums() -> Iterator[None]:
-    """Matrix products of definitions in full float32, whatever the user allows."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
