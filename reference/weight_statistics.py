@@ -131,7 +131,7 @@ def _scale_stream(model: Any, spread: float, generator: torch.Generator) -> None
         layer.weight *= factors[:, None].to(layer.weight.dtype)
         layer.bias *= factors.to(layer.bias.dtype)
     final: nn.Parameter = model.token_refiner.final_norm.weight
-    final *= factors.to(final.dtype)
+    final.mul_(factors.to(final.dtype))
 
 
 def _quantiles(values: Tensor) -> dict[str, float]:
