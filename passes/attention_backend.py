@@ -127,5 +127,4 @@ def _masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
 
 
 def _arguments(draw: Draw) -> tuple[torch.Tensor, ...]:
-    shape = (draw.batch, draw.tokens, draw.heads, draw.head_dim)
-    return draw.tensor(*shape), draw.tensor(*shape), draw.tensor(*shape)
+    return draw.attention()

@@ -19,6 +19,8 @@ class FP8LinearPass(FP8BlocksPass):
     Options:
         layers: which linear layers of a transformer block, by their path in it.
         keep_first, keep_last: how many blocks at either end stay as they are.
+        accumulate: how products are summed: "precise" (in float32), "fast" (in the tensor cores' about 14 bits), or a
+            mapping from layers to these, where a layer that is left out is precise.
     """
 
     name = "fp8_linear"

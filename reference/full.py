@@ -33,6 +33,7 @@ from diffusers.modular_pipelines.minimax_h3.modular_pipeline import (
 from diffusers.schedulers.scheduling_minimax_h3 import MiniMaxH3Scheduler
 
 from .random_weights import fill_random, loaded_dtype
+from .weight_statistics import apply_statistics
 
 # The released video VAE: 16 pixels a latent, 17 frames a chunk of 5 latents.
 VAE_SPATIAL_COMPRESSION = 16
@@ -94,6 +95,7 @@ def full_transformer(
     device: str | torch.device = "cuda",
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
+    statistics: str = "plain",
     **config: Any,
 ) -> MiniMaxH3Transformer3DModel:
     """The unmodified transformer at its released geometry with random weights drawn on `device`.
@@ -104,11 +106,18 @@ def full_transformer(
         dtype: as `from_pretrained(torch_dtype=dtype)`: input and output projections and the timestep embedder
             stay float32.
         seed: of the weights; another device type draws other numbers. The global random state is left alone.
+        statistics: "plain", or "trained": V's channel offsets, outlier channels and norm weights as they were measured
+            on the trained reference, see `reference/weight_statistics.py`.
         config: further arguments of the class, to shrink it.
 
     Returns:
         the model in eval mode, its parameters without gradients.
+
+    Raises:
+        ValueError: for other statistics.
     """
+    if statistics not in ("plain", "trained"):
+        raise ValueError(f"statistics must be 'plain' or 'trained', got {statistics!r}")
     with torch.device("meta"):
         model = MiniMaxH3Transformer3DModel(num_layers=layers, **config)
     for name, parameter in list(model.named_parameters()):
@@ -120,7 +129,10 @@ def full_transformer(
     model.rope = rope.to(device)
     if any(buffer.is_meta for buffer in model.buffers()):
         raise RuntimeError("this diffusers version computes a buffer that full_transformer does not know")
-    fill_random(model, torch.Generator(device).manual_seed(seed))
+    generator = torch.Generator(device).manual_seed(seed)
+    fill_random(model, generator)
+    if statistics == "trained":
+        apply_statistics(model, generator)
     return model.eval()
 
 

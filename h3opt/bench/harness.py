@@ -48,6 +48,8 @@ class Variant:
         differing: output elements that differ from eager in any bit.
         error: ``‖out − eager‖ / ‖eager‖`` over all outputs.
         block_error: the same ratio for what the first block adds to its input.
+        structured_error: the same ratio where the input of the first block has a mean per channel, as in trained
+            networks; for the transformer only.
         kernels: name of an h3opt kernel → (launches that the profiler saw, launches that the report expects).
         spent: milliseconds of a profiled run by kind of kernel, see :data:`KERNEL_KINDS`.
         gib_moved: what h3opt's kernels read and write in a profiled run; every operand counts once.
@@ -62,6 +64,7 @@ class Variant:
     differing: int | None = None
     error: float | None = None
     block_error: float | None = None
+    structured_error: float | None = None
     kernels: dict[str, tuple[int, int]] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
     gib_moved: float = 0.0

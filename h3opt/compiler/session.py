@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from h3opt._torch_private import size_hint
 from h3opt.compiler.capture import CapturedGraph, CapturedRegion
+from h3opt.compiler.definition_check import check_graph
 from h3opt.compiler.executors import EXECUTORS
 from h3opt.compiler.lowering import GraphOutcome, LoweredGraph, Lowering
 from h3opt.compiler.report import PassReport, Report
@@ -142,8 +143,19 @@ class Session:
         region = captured.owner.region
         facts = GraphFacts(region.name, region.holds or {region.name: 1}, passes=self.plan_key)
         graph_passes = [item for item in self.plan_key if isinstance(item, GraphPass)]
+        if self._lowering.probe:
+            self._check_formats(captured)
         graph, outcomes = self._lowering.run(captured.graph, graph_passes, facts)
         return LoweredGraph(graph, outcomes, EXECUTORS[self._executor](graph, captured.example_inputs))
+
+    def _check_formats(self, captured: CapturedGraph) -> None:
+        """Notice where an operator that a format pass installed is off its definition: it is too late to decline."""
+        for measured in check_graph(captured.graph):
+            notice = (
+                f"{captured.owner.region.name}: {measured.refusal()}. Choose another `accumulate` for these layers."
+            )
+            if not measured.holds and notice not in self.notices:
+                self.notices.append(notice)
 
     def operators_run(self) -> Counter[str]:
         """How often each h3opt operator has run so far: calls of a captured graph times nodes in the graph, summed."""
@@ -196,7 +208,7 @@ class Session:
 
     def _sum_graphs(self, entry: PassReport) -> None:
         """Fill in the entry of a graph pass from the outcomes in all captured graphs."""
-        probed = 0
+        probed, measured = 0, []
         for region in self._regions:
             by_graph = {
                 captured: lowered.outcomes[entry.name]
@@ -207,6 +219,7 @@ class Session:
                 continue
             outcomes = list(by_graph.values())
             probed += sum(outcome.probed for outcome in outcomes)
+            measured += [outcome.definition for outcome in outcomes if outcome.definition is not None]
             entry.state = "on"
             fewest = min(outcomes, key=lambda outcome: outcome.matched)
             entry.per_region[region.name] = (fewest.matched, fewest.expected)
@@ -227,6 +240,9 @@ class Session:
             entry.proof = (
                 f"probe: bits equal at {probed} sites" if isinstance(entry.promise, Exact) else f"{probed} probes"
             )
+        if measured:
+            worst = str(max(measured, key=lambda one: one.ratio))
+            entry.proof = f"{entry.proof}; {worst}" if probed else worst
 
     def _install_passes(self, passes: Sequence[Pass]) -> None:
         self.passes = in_order(passes)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm
 
+from h3opt.kernels import data_kinds
+
 
 @dataclass(frozen=True)
 class Example:
@@ -36,7 +38,8 @@ class Draw:
     Attributes:
         batch, tokens, rows, channels, heads, head_dim: sizes; ``channels`` is even.
         dtype: of every floating point tensor.
-        magnitude: standard deviation of the data.
+        kind: of the data, see :mod:`h3opt.kernels.data_kinds`.
+        magnitude: what the data is multiplied by: the standard deviation of zero-mean data.
         special: whether to plant NaN, infinities, signed zeros and subnormals.
         strided: whether tensors are non-contiguous views.
         device: where tensors are.
@@ -50,6 +53,7 @@ class Draw:
     heads: int = 2
     head_dim: int = 16
     dtype: torch.dtype = torch.float32
+    kind: str = "zero_mean"
     magnitude: float = 1.0
     special: bool = False
     strided: bool = False
@@ -62,13 +66,27 @@ class Draw:
 
     @property
     def unit_scale(self) -> bool:
-        """Whether the data is what a pass that is not Exact states its error for: finite and of ordinary size."""
-        return not self.special and 0.1 <= self.magnitude <= 1
+        """Whether the data is what a pass that is not Exact states its error for: finite and of ordinary size.
+
+        All kinds of data count but ``nan_row``.
+        """
+        return not self.special and self.kind != "nan_row" and 0.1 <= self.magnitude <= 1
 
     def tensor(self, *shape: int) -> torch.Tensor:
-        """Normal data of ``shape``, with the draw's dtype, magnitude, special values and strides."""
-        storage = (*shape[:-1], 2 * shape[-1]) if self.strided else shape
-        data = torch.randn(storage, generator=self._generator) * self.magnitude
+        """Data of ``shape``, with the draw's kind, dtype, magnitude, special values and strides."""
+        return self._finish(data_kinds.draw(self.kind, self._storage(shape), self._generator))
+
+    def attention(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Q, K and V, ``[batch, tokens, heads, head_dim]`` each, that belong together as the draw's kind has them."""
+        shape = (self.batch, self.tokens, self.heads, self.head_dim)
+        q, k, v = data_kinds.draw_attention(self.kind, self._storage(shape), self._generator)
+        return self._finish(q), self._finish(k), self._finish(v)
+
+    def _storage(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:-1], 2 * shape[-1]) if self.strided else shape
+
+    def _finish(self, data: torch.Tensor) -> torch.Tensor:
+        data = data * self.magnitude
         if self.special and data.numel():
             flat = data.view(-1)
             specials = (*SPECIAL_VALUES, torch.finfo(self.dtype).smallest_normal / 4)

@@ -12,6 +12,7 @@ import torch
 
 from h3opt.device import to_host
 from h3opt.kernels import ops
+from h3opt.kernels.ops.linear import ACCUMULATE
 from h3opt.pass_api.base import FormatPass, QuantizedBlocks
 from h3opt.pipeline.minimax_h3 import PROJECTIONS
 
@@ -19,31 +20,42 @@ if TYPE_CHECKING:
     from h3opt.pipeline.view import PipelineView
 
 
+_EVERY = "every layer"
+
+
 class FP8Linear(torch.nn.Module):
     """A linear layer with e4m3 weights and one float32 scale per output row.
 
-    ``forward`` quantizes its input per token and multiplies in FP8 with float32 accumulation. The quantize is an
-    operator of its own, so that a graph pass can merge equal ones and move them into their producer. The bias stays
+    ``forward`` quantizes its input per token and multiplies in FP8, with sums as ``accumulate`` says. The quantize is
+    an operator of its own, so that a graph pass can merge equal ones and move them into their producer. The bias stays
     the parameter it was: the video decoder asks a layer's first parameter for the dtype to compute in.
 
     Attributes:
         weight: e4m3 ``[out, in]``.
         weight_scale: float32 ``[out, 1]``.
         bias: ``[out]`` in the model's dtype, or ``None``.
+        accumulate: ``"precise"`` or ``"fast"``, see :func:`h3opt.kernels.ops.linear.scaled_linear_definition`.
     """
 
     weight: torch.Tensor
     weight_scale: torch.Tensor
 
-    def __init__(self, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.nn.Parameter | None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.nn.Parameter | None,
+        accumulate: str = "precise",
+    ) -> None:
         super().__init__()
+        self.accumulate = accumulate
         self.register_buffer("weight", weight)
         self.register_buffer("weight_scale", weight_scale)
         self.register_parameter("bias", bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         quantized, scale = ops.quantize_rows(x)
-        return ops.scaled_linear(quantized, scale, self.weight, self.weight_scale, self.bias, x.dtype)
+        return ops.scaled_linear(quantized, scale, self.weight, self.weight_scale, self.bias, x.dtype, self.accumulate)
 
 
 @dataclass(frozen=True)
@@ -55,12 +67,20 @@ class FP8BlocksPass(FormatPass):
     Options:
         layers: which linear layers of a block, by their path in it.
         keep_first, keep_last: how many blocks at either end stay as they are.
+        accumulate: how products are summed, ``"precise"`` or ``"fast"`` for all layers, or a mapping from layers to
+            these; a layer that it does not name is precise.
+
+    Precise is the default of every layer. Measured on an H200, with operands whose channels have offsets as trained
+    networks' have: at 14,336 inputs (``ff.net.2``) fast accumulation has an error of 0.066 where precise has 0.003, and
+    saves 3 % of the product's time; at 5,376 inputs 0.024 and 0.003, for 10 %. At both the limit that quantization sets
+    is below 0.003, so fast loses more than FP8 itself does there.
     """
 
     block_kind: ClassVar[str]
     layers: tuple[str, ...] = PROJECTIONS
     keep_first: int = 0
     keep_last: int = 0
+    accumulate: Any = "precise"
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, str) or len(set(self.layers)) < len(tuple(self.layers)):
@@ -71,6 +91,21 @@ class FP8BlocksPass(FormatPass):
             raise ValueError(f"layers has {unknown[0]!r}, which is none of {', '.join(PROJECTIONS)}")
         if any(type(kept) is not int or kept < 0 for kept in (self.keep_first, self.keep_last)):
             raise ValueError("keep_first and keep_last must be whole numbers and must not be negative")
+        if not isinstance(self.accumulate, str):  # pairs in order, so that equal passes are equal and can be hashed
+            object.__setattr__(self, "accumulate", tuple(sorted(dict(self.accumulate).items())))
+        for layer, choice in self._choices():
+            if choice not in ACCUMULATE:
+                raise ValueError(f"accumulate must be {' or '.join(ACCUMULATE)}, got {choice!r} for {layer}")
+            if layer not in (*self.layers, _EVERY):
+                raise ValueError(f"accumulate has {layer!r}, which is none of the layers {', '.join(self.layers)}")
+
+    def accumulate_of(self, layer: str) -> str:
+        """How the products of a layer, named by its path in a block, are summed."""
+        choices = dict(self._choices())
+        return choices.get(_EVERY) or choices.get(layer, "precise")
+
+    def _choices(self) -> tuple[tuple[str, str], ...]:
+        return ((_EVERY, self.accumulate),) if isinstance(self.accumulate, str) else self.accumulate
 
     @abc.abstractmethod
     def blocks(self, view: PipelineView) -> Sequence[torch.nn.Module]:
@@ -84,10 +119,12 @@ class FP8BlocksPass(FormatPass):
 
     def install(self, view: PipelineView, undo: ExitStack) -> int:
         count = 0
-        for parent, name in self._sites(view):
+        for parent, name, layer in self._sites(view):
             original = getattr(parent, name)
             device = original.weight.device
-            setattr(parent, name, self.convert(original))
+            converted = self.convert(original)
+            converted.accumulate = self.accumulate_of(layer)
+            setattr(parent, name, converted)
             count += 1
             if view.restorable:
                 undo.callback(_put_back, parent, name, original, device)
@@ -100,14 +137,14 @@ class FP8BlocksPass(FormatPass):
         weight, scale = ops.quantize_rows(linear.weight.detach())
         return FP8Linear(weight, scale, linear.bias)
 
-    def _sites(self, view: PipelineView) -> Iterator[tuple[Any, str]]:
+    def _sites(self, view: PipelineView) -> Iterator[tuple[Any, str, str]]:
         blocks = self.blocks(view)
         for block in blocks[self.keep_first : max(len(blocks) - self.keep_last, 0)]:
             for layer in self.layers:
                 path, _, name = layer.rpartition(".")
                 parent = block.get_submodule(path)
                 if type(parent.get_submodule(name)) is torch.nn.Linear:
-                    yield parent, name
+                    yield parent, name, layer
 
 
 def _put_back(parent: Any, name: str, original: torch.nn.Linear, device: torch.device) -> None:

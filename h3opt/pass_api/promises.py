@@ -40,7 +40,8 @@ class Perceptual:
         lpips: the largest LPIPS (AlexNet, mean over frames) against the unmodified pipeline.
         audio_snr_db: the smallest audio signal-to-noise ratio against the unmodified pipeline, in dB; ``None`` for
             a pass that does not change audio.
-        site_error: for a graph pass, the largest ``‖with − without‖ / ‖without‖`` at a rewritten site on normal data.
+        site_error: for a graph pass, the largest ``‖with − without‖ / ‖without‖`` at a rewritten site, on each kind of
+            data that is finite and of ordinary size (:attr:`h3opt.pass_api.examples.Draw.unit_scale`).
         on_reference: the bounds on the small trained reference model, on which the changes are smaller: twice the
             measured values; see :mod:`h3opt.verification.calibration`.
     """

@@ -98,6 +98,7 @@ def check_pass(graph_pass: GraphPass, draws: Sequence[Draw] | None = None) -> No
         Draw(dtype=torch.bfloat16, tokens=5, channels=20, magnitude=100.0),
         Draw(dtype=torch.float16, batch=2, strided=True, seed=1),
         Draw(special=True, seed=2),
+        *(Draw(kind=kind, seed=3) for kind in ("offset_2", "clusters", "outlier_channels", "nan_row")),
     ]
     for draw in draws:
         problem = broken_promise(graph_pass, draw)

@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import build
 
 from h3opt.bench.harness import Variant
 from h3opt.bench.peers import TRANSFORMER_PEERS, Peer, choose_peers
 from h3opt.bench.table import Table
-from h3opt.bench.transformer import TransformerBench, bench_transformer
+from h3opt.bench.transformer import TransformerBench, _first_delta, _Forward, bench_transformer
 from h3opt.errors import DeviceError, MissingDependencyError, PipelineError
+from h3opt.reference import full_inputs, full_transformer
+from h3opt.reference.tiny import TRANSFORMER_CONFIG
 from h3opt.render.charts import write_bench_chart
 
+TINY_CONFIG = {name: value for name, value in TRANSFORMER_CONFIG.items() if name != "num_layers"}
 SPENT = {"attention": 20.0, "gemm": 19.0, "h3opt": 0.0, "other": 9.5}
 
 
@@ -65,6 +69,28 @@ def test_it_goes_into_json_and_a_chart(bench: TransformerBench, tmp_path: Path) 
     with pytest.raises(PipelineError, match=r"cannot write .*chart\.png \(No such file or directory\); name a file"):
         write_bench_chart(tmp_path / "missing" / "chart.png", bench)
     assert [file.name for file in tmp_path.iterdir()] == ["chart.png"]
+
+
+def test_structured_input_of_the_first_block_is_the_same_for_every_variant() -> None:
+    transformer = full_transformer(layers=1, device="cpu", **TINY_CONFIG)
+    inputs = full_inputs("64x96x124", device="cpu", config=transformer.config)
+    seen: list[torch.Tensor] = []
+    transformer.transformer_blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    forward = _Forward(transformer, inputs)
+
+    with torch.no_grad():
+        plain, first, second = (_first_delta(forward, kind) for kind in (None, "offset_2", "offset_2"))
+    assert torch.equal(first, second) and not torch.equal(plain, first)
+    offsets = [(one[0].float().mean(0).abs() / one[0].float().std(0)).median() for one in seen]
+    assert offsets[0] < 0.5 < offsets[1]
+    sizes = [float(one.float().square().mean().sqrt()) for one in seen]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
+
+
+def test_the_error_on_structured_input_has_a_column(bench: TransformerBench) -> None:
+    bench.variants[0].structured_error = 0.0123
+    row = next(line for line in bench.markdown().splitlines() if line.startswith("| eager |"))
+    assert row.endswith("| 0.0000 | 0.0123 |") and "0.0123" in str(bench)
 
 
 def test_it_refuses_a_peer_nobody_knows_and_a_cpu() -> None:

@@ -18,7 +18,7 @@ from h3opt.graph.matcher import Match, Rule
 from h3opt.graph.nodes import copy_graph
 from h3opt.graph.rewriter import apply_rules
 from h3opt.graph.tracing import trace
-from h3opt.kernels import ops
+from h3opt.kernels import DEFINITIONS, ops
 from h3opt.metrics.bits import bits_equal
 from h3opt.pass_api.base import GraphFacts, GraphPass
 from h3opt.pass_api.examples import Draw
@@ -335,9 +335,7 @@ def test_without_the_probe_everything_that_matches_is_rewritten():
 
 def test_a_wrong_kernel_is_noticed_however_it_came_to_be_wrong(monkeypatch):
     """The op itself goes wrong, as on a device whose compiler reorders a sum."""
-    from h3opt import kernels
-
-    definition = kernels.DEFINITIONS["norm_modulate"]
+    definition = DEFINITIONS["norm_modulate"]
     library = torch.library.Library("h3opt", "IMPL")
     wrong = lambda *args: definition(*args) * (1 + 2**-22)  # noqa: E731
     try:
@@ -366,7 +364,7 @@ def test_the_probe_leaves_the_global_generators_alone():
 
 def test_equal_sites_are_probed_once(monkeypatch):
     calls: list[Match] = []
-    monkeypatch.setattr(lowering_module, "probe", lambda match, promise: calls.append(match))
+    monkeypatch.setattr(lowering_module, "probe", lambda match, promise, kinds: calls.append(match))
     lowering = Lowering()
     graph, _ = norm_graph(3)
     lowering.run(graph, [make_pass("norm_modulate")], BLOCK)

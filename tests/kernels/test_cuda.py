@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,7 +11,9 @@ from h3opt.bench.kernel_inputs import DTYPES, SPECIALS, differing, op_inputs, va
 from h3opt.device import Device
 from h3opt.errors import DeviceError
 from h3opt.kernels import DEFINITIONS, OPERATORS, kernel_names, ops
+from h3opt.kernels.data_kinds import KINDS
 from h3opt.kernels.ops import attention
+from h3opt.kernels.ops.linear import ACCUMULATE
 from h3opt.metrics.bits import relative_error, row_ulps
 
 from . import cuda_order
@@ -60,6 +64,12 @@ def test_magnitudes_and_subnormals(name, dtype):
     for magnitude in (1e-40, 1e-30, 1e-6, 1e3, 1e4, 1e30):
         first, *rest = op_inputs(name, 33, columns, dtype=dtype, device="cuda")
         check(name, ((first.double() * magnitude).to(dtype), *rest))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FUSED)
+def test_kinds_of_data(name, kind):
+    check(name, op_inputs(name, 1027, 128 if name in HEAD_OPS else 1028, 3, device="cuda", heads=5, kind=kind))
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -143,9 +153,9 @@ def test_the_fake_agrees_on_cuda(name):
 
 @pytest.mark.parametrize("tokens, columns, rows", ((1, 64, 3), (17, 5376, 16), (0, 64, 3), (5, 36, 3)))
 def test_scaled_linear_is_close_to_its_definition(tokens, columns, rows):
-    for bias in (True, False):
+    for bias, accumulate in itertools.product((True, False), ACCUMULATE):
         args = list(op_inputs("scaled_linear", tokens, columns, rows, batch=2, device="cuda"))
-        args[4] = args[4] if bias else None
+        args[4], args[6] = args[4] if bias else None, accumulate
         actual, expected = ops.scaled_linear(*args), DEFINITIONS["scaled_linear"](*args)
         assert actual.shape == expected.shape and actual.dtype == expected.dtype
         # Fast accumulation keeps about 14 bits.

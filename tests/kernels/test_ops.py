@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from h3opt.bench.kernel_inputs import DTYPES, SPECIALS, differing, op_inputs, values
 from h3opt.kernels import DEFINITIONS, OPERATORS, kernel_names, ops
+from h3opt.kernels.data_kinds import KINDS
 
 from . import cuda_order
 
@@ -29,6 +30,13 @@ def op(name):
 @pytest.mark.parametrize("name", OPS)
 def test_the_op_on_the_cpu_is_its_definition(name, dtype, special):
     args = op_inputs(name, tokens=5, columns=48, batch=2, dtype=dtype, special=special)
+    assert differing(op(name)(*args), DEFINITIONS[name](*args)) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPS)
+def test_the_op_on_the_cpu_is_its_definition_on_every_kind_of_data(name, kind):
+    args = op_inputs(name, tokens=7, columns=48, batch=2, kind=kind)
     assert differing(op(name)(*args), DEFINITIONS[name](*args)) == 0
 
 
@@ -169,10 +177,10 @@ def test_a_row_of_zeros_quantizes_to_zeros():
 
 
 def test_scaled_linear_is_the_linear_layer_of_the_dequantized_operands():
-    q, q_scale, weight_q, weight_scale, bias, dtype = op_inputs("scaled_linear", 7, 48, batch=2)
+    q, q_scale, weight_q, weight_scale, bias, dtype, accumulate = op_inputs("scaled_linear", 7, 48, batch=2)
     x, weight = q.double() * q_scale.double(), weight_q.double() * weight_scale.double()
     expected = torch.nn.functional.linear(x, weight, bias.double())
-    actual = ops.scaled_linear(q, q_scale, weight_q, weight_scale, bias, dtype)
+    actual = ops.scaled_linear(q, q_scale, weight_q, weight_scale, bias, dtype, accumulate)
     torch.testing.assert_close(actual.double(), expected, rtol=2**-8, atol=1e-5)
     mutant = torch.nn.functional.linear(x, weight_q.double(), bias.double())
     with pytest.raises(AssertionError):

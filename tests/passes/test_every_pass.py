@@ -21,6 +21,7 @@ from h3opt.graph.canonicalize import canonicalize
 from h3opt.graph.matcher import parameters, traced
 from h3opt.graph.nodes import value
 from h3opt.graph.tracing import trace
+from h3opt.kernels.data_kinds import KINDS
 from h3opt.metrics.bits import bits_equal
 from h3opt.pass_api.base import GraphFacts, GraphPass, Pass
 from h3opt.pass_api.examples import Draw
@@ -111,6 +112,7 @@ draws = st.builds(
     heads=st.sampled_from([1, 2, 3]),
     head_dim=st.sampled_from([8, 16, 24]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    kind=st.sampled_from(KINDS),
     magnitude=st.sampled_from([1e-4, 1.0, 30.0, 1e4]),
     special=st.booleans(),
     strided=st.booleans(),
@@ -122,6 +124,9 @@ FIXED = [
     Draw(dtype=torch.float16, batch=2, strided=True, seed=1),
     Draw(special=True, seed=2),
     Draw(tokens=1, seed=3),
+    Draw(kind="offset_2", seed=4),
+    Draw(kind="outlier_channels", dtype=torch.bfloat16, seed=5),
+    Draw(kind="nan_row", seed=6),
 ]
 
 

@@ -18,6 +18,7 @@ from h3opt.reference import (
     tiny_pipeline,
 )
 from h3opt.reference.tiny import TRANSFORMER_CONFIG
+from h3opt.reference.weight_statistics import channel_offsets, measure_statistics, read_statistics
 
 TINY_CONFIG = {name: value for name, value in TRANSFORMER_CONFIG.items() if name != "num_layers"}
 # What `model.config` holds beside the sizes that the tiny model changes.
@@ -147,6 +148,44 @@ def test_full_transformer_is_deterministic_and_leaves_the_random_state_alone() -
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(*pair) for pair in zip(first.parameters(), second.parameters(), strict=True))
     assert not torch.equal(first.proj_in.weight, other.proj_in.weight)
+
+
+def test_trained_statistics_give_v_the_measured_offsets_and_norms_the_measured_weights() -> None:
+    measured = read_statistics()["transformer_blocks"]
+    found: dict[str, torch.Tensor] = {}
+    for statistics in ("plain", "trained"):
+        model = full_transformer(layers=2, device="cpu", statistics=statistics, **{**TINY_CONFIG, "hidden_size": 512})
+        inputs = full_inputs(Canvas(64, 96, 124), device="cpu", config=model.config)
+        offsets: list[torch.Tensor] = []
+        model.transformer_blocks[0].attn.to_v.register_forward_hook(
+            lambda _, args, out, offsets=offsets: offsets.append(channel_offsets(out))
+        )
+        with torch.no_grad():
+            video, audio = model(**inputs)
+        assert video.isfinite().all() and audio.isfinite().all()
+        found[statistics] = offsets[0]
+    median, p90 = found["trained"].median(), found["trained"].quantile(0.9)
+    assert median == pytest.approx(measured["v_offset"]["median"], rel=0.35)
+    assert p90 == pytest.approx(measured["v_offset"]["p90"], rel=0.35)
+    norms = torch.cat([block.norm1.weight.float() for block in model.transformer_blocks])
+    assert norms.mean() == pytest.approx(measured["norm1"]["mean"], abs=0.01)
+    assert norms.std() == pytest.approx(measured["norm1"]["std"], rel=0.1)
+    sizes = model.proj_in.weight.float().norm(dim=1)
+    assert sizes.max() / sizes.median() > 1.3
+
+
+def test_there_are_no_other_statistics() -> None:
+    with pytest.raises(ValueError, match="statistics must be 'plain' or 'trained', got 'real'"):
+        full_transformer(layers=1, device="cpu", statistics="real", **TINY_CONFIG)
+
+
+@pytest.mark.slow
+def test_the_statistics_are_those_of_the_shipped_weights() -> None:
+    shipped, measured = read_statistics(), measure_statistics()
+    assert shipped.keys() == measured.keys()
+    for kind, entries in shipped.items():
+        for name, entry in entries.items():
+            assert measured[kind][name] == pytest.approx(entry, rel=0.02), (kind, name)
 
 
 @pytest.mark.parametrize("timesteps", [1, 2, 3])

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from h3opt.device import Device
 from h3opt.errors import DeviceError
+from h3opt.kernels.ops.definition_trials import ATTENTION_CHECK, FP8_ATTENTION_CHECK
 from h3opt.kernels.ops.registry import DTYPES, E4M3, E4M3_MAX, SCALE_AMAX_MIN, launch, register_op
 
 PROBABILITY_SCALE = 256.0
@@ -366,6 +367,7 @@ fp8_attention = register_op(
     _fp8_attention_cuda,
     _fp8_attention_fake,
     None,
+    check=FP8_ATTENTION_CHECK,
 )
 
 
@@ -376,6 +378,7 @@ fp8_attention_quantized = register_op(
     _fp8_attention_quantized_cuda,
     _fp8_attention_quantized_fake,
     None,
+    check=FP8_ATTENTION_CHECK,
 )
 
 
@@ -387,4 +390,5 @@ attention = register_op(
     _attention_fake,
     None,
     cpu=_attention_sdpa,
+    check=ATTENTION_CHECK,
 )

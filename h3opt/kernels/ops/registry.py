@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,7 +60,54 @@ def launch(family: str, name: str, x: Tensor, *args: Any) -> Any:
         return function(x, *args)
 
 
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a check knows of a site's tensor argument."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One draw of data that an operator is held to its definition on.
+
+    Attributes:
+        arguments: of the operator, of the site's length.
+        sampled: of the definition: the same data, but only the rows and heads that are compared.
+        exact: what the operator approximates on the sampled rows, from operands as they were before quantization, in
+            float64.
+        read: takes what the operator or the definition returned to float64 values like ``exact``; ``whole`` says that
+            it comes from the operator, so that the rows have yet to be picked.
+    """
+
+    arguments: tuple[Any, ...]
+    sampled: tuple[Any, ...]
+    exact: Tensor
+    read: Callable[[Any, bool], Tensor]
+
+
+@dataclass(frozen=True)
+class DefinitionCheck:
+    """How an operator that a library runs is held to its definition on a user's GPU.
+
+    Attributes:
+        factor: the largest error allowed, in units of the error of the definition: 1 is what the number format costs.
+        kinds: of data, see :mod:`h3opt.kernels.data_kinds`.
+        draw: makes a trial from the operator's argument names, the site's arguments (a :class:`TensorSpec` for each
+            tensor), a kind and a generator on the device.
+    """
+
+    factor: float
+    kinds: tuple[str, ...]
+    draw: Callable[[Sequence[str], Sequence[Any], str, torch.Generator], Trial]
+
+
 DEFINITIONS: dict[str, Callable] = {}
+
+
+CHECKS: dict[str, DefinitionCheck] = {}
 
 
 OPERATORS: dict[str, Any] = {}
@@ -80,8 +128,12 @@ def register_op(
     kernel: str | None,
     cpu: Callable | None = None,
     version: int = 1,
+    check: DefinitionCheck | None = None,
 ) -> Any:
-    """Define `h3opt::{name}_v{version}`: on the CPU its definition, unless `cpu` is given; returns the op."""
+    """Define `h3opt::{name}_v{version}`: on the CPU its definition, unless `cpu` is given; returns the op.
+
+    An operator that a library runs on CUDA also says by `check` how that library is held to the definition.
+    """
     versioned = f"{name}_v{version}"
     _LIBRARY.define(versioned + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(versioned, cpu or definition, "CPU")
@@ -89,6 +141,8 @@ def register_op(
     torch.library.register_fake(f"h3opt::{versioned}", fake, lib=_LIBRARY)
     DEFINITIONS[name] = definition
     OPERATORS[name] = getattr(torch.ops.h3opt, versioned).default
+    if check is not None:
+        CHECKS[name] = check
     if kernel is not None:
         kernel_names[name] = kernel
     return OPERATORS[name]
