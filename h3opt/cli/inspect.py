@@ -86,7 +86,7 @@ def explain(
 
 
 def passes(
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the README.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/passes.md.")] = False,
     json: Json = None,
 ) -> None:
     """List all passes."""
