@@ -36,9 +36,9 @@ def test_norm_rope_and_cast_fuse_to_the_same_codes(draw: Draw) -> None:
 
 def test_a_fused_cast_with_another_scale_is_seen() -> None:
     def doubled(x, shape, weight, eps, cos, sin, dim, half, rotary, end, scale):
-        normed = torch.ops.h3opt.head_norm_rope_quantize_v1
+        normed = torch.ops.h3opt.head_norm_rope_quantize_v2
         squeezed = (torch.ops.aten.squeeze.dims(angles, [0, 2]) for angles in (cos, sin))
-        return normed(x, weight, *squeezed, scale * 2.0, eps)
+        return normed(x, weight, *squeezed, scale * 2.0, eps, False)
 
     example = cast_heads(Draw())
     graph = semantic(example)
@@ -47,12 +47,24 @@ def test_a_fused_cast_with_another_scale_is_seen() -> None:
     assert not bits_equal(graph(*example.args), wrong(*example.args))
 
 
-@pytest.mark.parametrize("options", [{"scales": "dynamic"}, {"smooth_k": True}, {"backend": "cudnn"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scales": "dynamic"},
+        {"smooth_k": True},
+        {"rotate": True},
+        {"rotate": True, "smooth_k": True},
+        {"rotate": True, "scales": "dynamic"},
+        {"chunk": 3},
+        {"chunk": 1},
+        {"backend": "fa3"},
+    ],
+)
 def test_fp8_attention_keeps_its_promise_with_every_option(options: dict[str, object]) -> None:
     check_pass(make_pass("fp8_attention", options))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("options", [{"smooth_k": 1}, {"scales": "static"}, {"backend": "fa2"}])
+@pytest.mark.parametrize("options", [{"smooth_k": 1}, {"scales": "static"}, {"backend": "fa2"}, {"rotate": 1}])
 def test_fp8_attention_refuses_other_options(options: dict[str, object]) -> None:
     with pytest.raises(Exception, match="must be one of"):
         make_pass("fp8_attention", options)

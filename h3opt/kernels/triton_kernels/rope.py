@@ -32,6 +32,9 @@ HEADS_PER_PROGRAM, NUM_WARPS = 64, 8
 QUANTIZE_HEADS_PER_PROGRAM, QUANTIZE_NUM_WARPS = 8, 1
 
 
+HADAMARD_HEADS, HADAMARD_NUM_WARPS = 16, 2
+
+
 SHUFFLE = True
 
 
@@ -109,6 +112,43 @@ def norm_rope_tile(
 
 
 @triton.jit
+def hadamard_tile(x, BLOCK: tl.constexpr, LANES: tl.constexpr, HEAD_DIM: tl.constexpr, SCALE: tl.constexpr):
+    """Orthonormal Hadamard transform of BLOCK heads: float32 [BLOCK, LANES, 4], LANES a power of two, the same out.
+
+    Butterflies at distance 1, 2 within a lane's four channels, then 4, 8, ... between lanes, then one product.
+    """
+    even, odd = tl.split(tl.reshape(x, (BLOCK, LANES, 2, 2)))  # channels 0, 2 and 1, 3 of four
+    sum_0, sum_2 = tl.split(even + odd)
+    difference_0, difference_2 = tl.split(even - odd)
+    low = tl.join(sum_0 + sum_2, sum_0 - sum_2)
+    high = tl.join(difference_0 + difference_2, difference_0 - difference_2)
+    x = tl.reshape(tl.join(low, high), (BLOCK, LANES, VECTOR))
+    lane = tl.arange(0, LANES)[None, :, None]
+    for bit in tl.static_range(5):
+        if (1 << bit) < LANES:
+            pair = tl.broadcast_to(lane ^ (1 << bit), (BLOCK, LANES, VECTOR))
+            partner = tl.gather(x, pair, 1)
+            x = tl.where((lane & (1 << bit)) != 0, partner - x, x + partner)
+    return x * SCALE
+
+
+@triton.jit
+def hadamard_kernel(
+    x_ptr, out_ptr, rows, token_stride, head_stride,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    flat = tl.arange(0, BLOCK * LANES)[:, None]
+    head = tl.program_id(1) * BLOCK + flat // LANES
+    column = (flat % LANES) * VECTOR + tl.arange(0, VECTOR)[None, :]
+    inside = head < HEADS
+    x = tl.load(x_ptr + row * token_stride + head * head_stride + column, mask=inside, other=0.0)
+    wide = hadamard_tile(widen(tl.reshape(x, (BLOCK, LANES, VECTOR))), BLOCK, LANES, HEAD_DIM, SCALE)
+    out = tl.reshape(narrow(wide, x.dtype), (BLOCK * LANES, VECTOR))
+    tl.store(out_ptr + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + column, out, mask=inside)
+
+
+@triton.jit
 def head_norm_rope_kernel(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr,
     tokens, token_stride, head_stride, cos_stride, sin_stride, eps,
@@ -145,7 +185,7 @@ def head_norm_rope_quantize_kernel(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, head_scale_ptr, out_ptr,
     tokens, token_stride, head_stride, cos_stride, sin_stride, eps,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, SHUFFLE: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, SHUFFLE: tl.constexpr, ROTATE: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
@@ -153,12 +193,15 @@ def head_norm_rope_quantize_kernel(
         x_ptr + row * token_stride, weight_ptr, cos_ptr + token * cos_stride, sin_ptr + token * sin_stride,
         tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES, SHUFFLE, True,
     )  # fmt: skip
+    if ROTATE:
+        turned = hadamard_tile(widen(tl.reshape(out, (BLOCK, LANES, VECTOR))), BLOCK, LANES, HEAD_DIM, SCALE)
+        out = tl.reshape(narrow(turned, out.dtype), (BLOCK * LANES, VECTOR))
     scale = tl.load(head_scale_ptr + head, mask=head < HEADS, other=0.0)
     codes = saturate_e4m3(widen(out) * scale)
     tl.store(out_ptr + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + column, codes, mask=inside)
 
 
-def _launch(kernel, x, weights, cos, sin, extra, out, eps, block, num_warps, shuffle):
+def _launch(kernel, x, weights, cos, sin, extra, out, eps, block, num_warps, shuffle, **constants):
     heads, head_dim, rotary = x.shape[-2], x.shape[-1], cos.shape[-1]
     rows = x.reshape(-1, heads, head_dim)
     if rows.stride(2) != 1:
@@ -173,7 +216,7 @@ def _launch(kernel, x, weights, cos, sin, extra, out, eps, block, num_warps, shu
             HEADS=heads, HEAD_DIM=head_dim, ROTARY=rotary, BLOCK=block,
             LANES=triton.next_power_of_2(head_dim // 4),
             SHUFFLE=shuffle and rotary % 8 == 0 and rotary > 0,
-            num_warps=num_warps, **EXACT_LAUNCH,
+            num_warps=num_warps, **constants, **EXACT_LAUNCH,
         )  # fmt: skip
     return out
 
@@ -193,6 +236,21 @@ def unweighted_norm_rope(x, cos, sin, eps, block=HEADS_PER_PROGRAM, num_warps=NU
     return _launch(unweighted_norm_rope_kernel, x, (), *angles, (), out, eps, block, num_warps, shuffle)
 
 
+def hadamard(x: torch.Tensor, block: int = HADAMARD_HEADS, num_warps: int = HADAMARD_NUM_WARPS) -> torch.Tensor:
+    """Launch `hadamard_kernel` on x [..., heads, head_dim], head_dim a power of two, >= 4 and <= MAX_HEAD_DIM."""
+    heads, head_dim = x.shape[-2:]
+    rows = x.reshape(-1, heads, head_dim)
+    if rows.stride(2) != 1:
+        rows = rows.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = min(block, triton.next_power_of_2(heads))
+    hadamard_kernel[(rows.shape[0], triton.cdiv(heads, block))](
+        rows, out, rows.shape[0], rows.stride(0), rows.stride(1), HEADS=heads, HEAD_DIM=head_dim, BLOCK=block,
+        LANES=head_dim // 4, SCALE=head_dim**-0.5, num_warps=num_warps, **EXACT_LAUNCH,
+    )  # fmt: skip
+    return out
+
+
 def head_norm_rope_quantize(
     x,
     weight,
@@ -200,11 +258,17 @@ def head_norm_rope_quantize(
     sin,
     head_scale,
     eps,
+    rotate=False,
     block=QUANTIZE_HEADS_PER_PROGRAM,
     num_warps=QUANTIZE_NUM_WARPS,
     shuffle=None,
 ) -> torch.Tensor:
-    """Launch `head_norm_rope_quantize_kernel`; as `head_norm_rope`, with head_scale float32 [heads]."""
+    """Launch `head_norm_rope_quantize_kernel`; as `head_norm_rope`, with head_scale float32 [heads].
+
+    With rotate, which needs a head_dim that is a power of two, `hadamard` comes before the cast.
+    """
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    extra = (head_scale.contiguous(),)
-    return _launch(head_norm_rope_quantize_kernel, x, (weight,), cos, sin, extra, out, eps, block, num_warps, shuffle)
+    extra, constants = (head_scale.contiguous(),), {"ROTATE": rotate, "SCALE": x.shape[-1] ** -0.5}
+    return _launch(
+        head_norm_rope_quantize_kernel, x, (weight,), cos, sin, extra, out, eps, block, num_warps, shuffle, **constants
+    )
