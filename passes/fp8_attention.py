@@ -132,7 +132,7 @@ class FP8Attention(GraphPass):
             return Example(_masked, (*_arguments(draw), mask))
 
         def shared(draw: Draw) -> Example:
-            x, *others = _arguments(draw)
+            _, *others = _arguments(draw)
             query = draw.tensor(draw.batch, draw.tokens, 2 * draw.heads, draw.head_dim)
             return Example(_model(enable_gqa=True), (query, *others))
 

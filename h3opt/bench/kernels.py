@@ -48,6 +48,8 @@ COLUMNS = {
     "unweighted_norm_rope": HEAD_DIM,
     **dict.fromkeys(DECODER_OPS, 2048),
     "quantize_heads": HEAD_DIM,
+    "quantize_values": HEAD_DIM,
+    "hadamard": HEAD_DIM,
     "dynamic_head_scale": HEAD_DIM,
 }
 
@@ -86,7 +88,17 @@ def variants(name: str) -> dict[str, Callable]:
             quantize.quantize_heads,
             [{"block": b, "num_warps": w} for b, w in ((8, 4), (16, 2), (16, 4), (32, 4), (64, 8))],
         )
-    if name in ("head_norm_rope", "head_norm_rope_quantize", "unweighted_norm_rope"):
+    if name == "quantize_values":
+        grid = [(8, 4, 32, 4), (8, 2, 32, 4), (4, 4, 32, 4), (8, 8, 32, 4), (8, 4, 16, 2), (8, 4, 64, 8), (8, 4, 64, 4)]
+        names = ("num_warps", "unroll", "rows", "cast_warps")
+        return options(quantize.quantize_values, [dict(zip(names, one, strict=True)) for one in grid])
+    if name == "hadamard":
+        return options(rope.hadamard, [{"block": b, "num_warps": w} for b, w in ((8, 1), (16, 2), (64, 8))])
+    if name == "head_norm_rope_quantize":
+        grid = [(b, w, True) for b, w in ((2, 1), (4, 1), (8, 1), (16, 1), (8, 2), (16, 2), (64, 8))]
+        choices = [{"block": b, "num_warps": w, "pairs": p} for b, w, p in (*grid, (8, 1, False))]
+        return options(rope.head_norm_rope_quantize, choices)
+    if name in ("head_norm_rope", "unweighted_norm_rope"):
         blocks = [(4, 1), (8, 1), (16, 1), (8, 2), (16, 2), (16, 4), (64, 8)]
         choices = [{"block": b, "num_warps": w, "shuffle": s} for s in (True, False) for b, w in blocks]
         return options(getattr(rope, name), choices)

@@ -15,10 +15,10 @@ import triton.language as tl
 
 from h3opt.kernels.triton_kernels.device import narrow, narrow_e4m3, saturate_e4m3, widen
 
-BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES = 128, 64, 4, 3  # measured on an H200; another choice, another rounding
+BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES = 128, 64, 8, 3  # measured on an H200; another choice, another rounding
 
 
-MERGE_ROWS, MERGE_NUM_WARPS, MERGE_UNROLL = 32, 4, 2  # measured on an H200; bits do not depend on them
+MERGE_ROWS, MERGE_NUM_WARPS, MERGE_UNROLL = 16, 2, 2  # measured on an H200; bits do not depend on them
 
 
 LOG2_E = math.log2(math.e)

@@ -13,12 +13,18 @@ import triton.language as tl
 from h3opt.kernels.triton_kernels.device import (
     EXACT_LAUNCH,
     VECTOR,
+    add_packed,
     add_rounded,
     add_squares,
+    fma,
     fold_lanes,
+    high_bf16,
+    low_bf16,
+    multiply_packed,
     multiply_rounded,
     narrow,
     negate,
+    pack_bf16,
     rms_reciprocal,
     round_to,
     saturate_e4m3,
@@ -35,7 +41,7 @@ QUANTIZE_HEADS_PER_PROGRAM, QUANTIZE_NUM_WARPS = 8, 1
 HADAMARD_HEADS, HADAMARD_NUM_WARPS = 16, 2
 
 
-SHUFFLE = True
+SHUFFLE, PAIRS = True, True
 
 
 MAX_HEAD_DIM = 128
@@ -112,12 +118,57 @@ def norm_rope_tile(
 
 
 @triton.jit
-def hadamard_tile(x, BLOCK: tl.constexpr, LANES: tl.constexpr, HEAD_DIM: tl.constexpr, SCALE: tl.constexpr):
-    """Orthonormal Hadamard transform of BLOCK heads: float32 [BLOCK, LANES, 4], LANES a power of two, the same out.
+def norm_rope_pairs(
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, first_head, head_stride, eps,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """`norm_rope_tile` of bf16 heads with a weight, whose rotary part is a multiple of eight channels.
 
-    Butterflies at distance 1, 2 within a lane's four channels, then 4, 8, ... between lanes, then one product.
+    -> (int32 [BLOCK, LANES, 2], heads, columns, mask): two neighbours are rounded by one instruction and stay together
+    in 32 bits, through the exchange between lanes and the arithmetic of the rotation.
     """
-    even, odd = tl.split(tl.reshape(x, (BLOCK, LANES, 2, 2)))  # channels 0, 2 and 1, 3 of four
+    rows = tl.arange(0, BLOCK * LANES)[:, None]
+    head = first_head + rows // LANES
+    column = (rows % LANES) * VECTOR + tl.arange(0, VECTOR)[None, :]
+    inside = (head < HEADS) & (column < HEAD_DIM)
+    if HEADS % BLOCK == 0 and HEAD_DIM == LANES * VECTOR:
+        tile = tl.load(x_ptr + head * head_stride + column)
+    else:
+        tile = tl.load(x_ptr + head * head_stride + column, mask=inside, other=0.0)
+    x = widen(tl.reshape(tile, (BLOCK, LANES, VECTOR)))
+    rstd = rms_reciprocal(fold_lanes(add_squares(x, tl.zeros((BLOCK, LANES), tl.float32)), LANES, BLOCK), HEAD_DIM, eps)
+    rstd = rstd[:, None, None]
+    lane = tl.arange(0, LANES)[:, None]
+    channel = lane * VECTOR + tl.arange(0, VECTOR)[None, :]
+    weight = widen(tl.load(weight_ptr + channel, mask=channel < HEAD_DIM, other=0.0))
+    even, odd = tl.split(tl.reshape(x, (BLOCK, LANES, 2, 2)))
+    even_weight, odd_weight = tl.split(tl.reshape(weight, (LANES, 2, 2)))
+    normed = pack_bf16(even_weight[None, :, :] * (rstd * even), odd_weight[None, :, :] * (rstd * odd))
+
+    step: tl.constexpr = ROTARY // 8
+    pair_lane = tl.where(lane < step, lane + step, tl.where(lane < 2 * step, lane - step, lane))
+    partner = tl.gather(normed, tl.broadcast_to(pair_lane[None, :, :], (BLOCK, LANES, 2)), 1)
+    turning = channel < ROTARY
+    cos = widen(tl.load(cos_ptr + channel, mask=turning, other=0.0))
+    sin = widen(tl.load(sin_ptr + channel, mask=turning, other=0.0))
+    sin = tl.where(lane < step, negate(sin), sin)  # rounds as the sine itself does
+    even_cos, odd_cos = tl.split(tl.reshape(cos, (LANES, 2, 2)))
+    even_sin, odd_sin = tl.split(tl.reshape(sin, (LANES, 2, 2)))
+    shape: tl.constexpr = (BLOCK, LANES, 2)
+    rotated = add_packed(
+        multiply_packed(normed, tl.broadcast_to(pack_bf16(even_cos, odd_cos)[None, :, :], shape)),
+        multiply_packed(partner, tl.broadcast_to(pack_bf16(even_sin, odd_sin)[None, :, :], shape)),
+    )
+    return tl.where((lane < 2 * step)[None, :, :], rotated, normed), head, column, inside
+
+
+@triton.jit
+def hadamard_tile(even, odd, BLOCK: tl.constexpr, LANES: tl.constexpr, SCALE: tl.constexpr):
+    """Orthonormal Hadamard transform of BLOCK heads, LANES a power of two: -> float32 [BLOCK, LANES, 4].
+
+    even and odd, float32 [BLOCK, LANES, 2], are channels 0, 2 and 1, 3 of each lane. Butterflies at distance 1, 2 within
+    a lane's four channels, then 4, 8, ... between lanes, then one product.
+    """
     sum_0, sum_2 = tl.split(even + odd)
     difference_0, difference_2 = tl.split(even - odd)
     low = tl.join(sum_0 + sum_2, sum_0 - sum_2)
@@ -128,7 +179,8 @@ def hadamard_tile(x, BLOCK: tl.constexpr, LANES: tl.constexpr, HEAD_DIM: tl.cons
         if (1 << bit) < LANES:
             pair = tl.broadcast_to(lane ^ (1 << bit), (BLOCK, LANES, VECTOR))
             partner = tl.gather(x, pair, 1)
-            x = tl.where((lane & (1 << bit)) != 0, partner - x, x + partner)
+            # As partner + x or partner - x: one fused multiply-add by ±1, which is exact before its one rounding.
+            x = fma(x, tl.where((lane & (1 << bit)) != 0, -1.0, 1.0), partner)
     return x * SCALE
 
 
@@ -143,7 +195,8 @@ def hadamard_kernel(
     column = (flat % LANES) * VECTOR + tl.arange(0, VECTOR)[None, :]
     inside = head < HEADS
     x = tl.load(x_ptr + row * token_stride + head * head_stride + column, mask=inside, other=0.0)
-    wide = hadamard_tile(widen(tl.reshape(x, (BLOCK, LANES, VECTOR))), BLOCK, LANES, HEAD_DIM, SCALE)
+    even, odd = tl.split(tl.reshape(widen(x), (BLOCK, LANES, 2, 2)))
+    wide = hadamard_tile(even, odd, BLOCK, LANES, SCALE)
     out = tl.reshape(narrow(wide, x.dtype), (BLOCK * LANES, VECTOR))
     tl.store(out_ptr + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + column, out, mask=inside)
 
@@ -185,20 +238,41 @@ def head_norm_rope_quantize_kernel(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, head_scale_ptr, out_ptr,
     tokens, token_stride, head_stride, cos_stride, sin_stride, eps,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, SHUFFLE: tl.constexpr, ROTATE: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, SHUFFLE: tl.constexpr,
+    PAIRS: tl.constexpr, ROTATE: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
-    out, head, column, inside = norm_rope_tile(
-        x_ptr + row * token_stride, weight_ptr, cos_ptr + token * cos_stride, sin_ptr + token * sin_stride,
-        tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES, SHUFFLE, True,
-    )  # fmt: skip
+    if PAIRS:
+        pairs, head, column, inside = norm_rope_pairs(
+            x_ptr + row * token_stride, weight_ptr, cos_ptr + token * cos_stride, sin_ptr + token * sin_stride,
+            tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES,
+        )  # fmt: skip
+        even, odd = low_bf16(pairs), high_bf16(pairs)
+    else:
+        out, head, column, inside = norm_rope_tile(
+            x_ptr + row * token_stride, weight_ptr, cos_ptr + token * cos_stride, sin_ptr + token * sin_stride,
+            tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES, SHUFFLE, True,
+        )  # fmt: skip
+        even, odd = tl.split(tl.reshape(widen(out), (BLOCK, LANES, 2, 2)))
     if ROTATE:
-        turned = hadamard_tile(widen(tl.reshape(out, (BLOCK, LANES, VECTOR))), BLOCK, LANES, HEAD_DIM, SCALE)
-        out = tl.reshape(narrow(turned, out.dtype), (BLOCK * LANES, VECTOR))
-    scale = tl.load(head_scale_ptr + head, mask=head < HEADS, other=0.0)
-    codes = saturate_e4m3(widen(out) * scale)
-    tl.store(out_ptr + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + column, codes, mask=inside)
+        turned = hadamard_tile(even, odd, BLOCK, LANES, SCALE)
+        if PAIRS:
+            even, odd = tl.split(tl.reshape(turned, (BLOCK, LANES, 2, 2)))
+            pairs = pack_bf16(even, odd)
+            even, odd = low_bf16(pairs), high_bf16(pairs)
+            wide = tl.reshape(tl.join(even, odd), (BLOCK * LANES, VECTOR))
+        else:
+            wide = tl.reshape(round_to(turned, x_ptr.dtype.element_ty), (BLOCK * LANES, VECTOR))
+    else:
+        wide = tl.reshape(tl.join(even, odd), (BLOCK * LANES, VECTOR))
+    out_ptr += row * (HEADS * HEAD_DIM)
+    if HEADS % BLOCK == 0 and HEAD_DIM == LANES * VECTOR:
+        codes = saturate_e4m3(wide * tl.load(head_scale_ptr + head))
+        tl.store(out_ptr + head * HEAD_DIM + column, codes)
+    else:
+        codes = saturate_e4m3(wide * tl.load(head_scale_ptr + head, mask=head < HEADS, other=0.0))
+        tl.store(out_ptr + head * HEAD_DIM + column, codes, mask=inside)
 
 
 def _launch(kernel, x, weights, cos, sin, extra, out, eps, block, num_warps, shuffle, **constants):
@@ -262,13 +336,16 @@ def head_norm_rope_quantize(
     block=QUANTIZE_HEADS_PER_PROGRAM,
     num_warps=QUANTIZE_NUM_WARPS,
     shuffle=None,
+    pairs=None,
 ) -> torch.Tensor:
     """Launch `head_norm_rope_quantize_kernel`; as `head_norm_rope`, with head_scale float32 [heads].
 
     With rotate, which needs a head_dim that is a power of two, `hadamard` comes before the cast.
     """
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    extra, constants = (head_scale.contiguous(),), {"ROTATE": rotate, "SCALE": x.shape[-1] ** -0.5}
+    bf16 = x.dtype == weight.dtype == torch.bfloat16 and cos.shape[-1] % 8 == 0
+    pairs = bf16 and (PAIRS if pairs is None else pairs)
+    extra, constants = (head_scale.contiguous(),), {"PAIRS": pairs, "ROTATE": rotate, "SCALE": x.shape[-1] ** -0.5}
     return _launch(
         head_norm_rope_quantize_kernel, x, (weight,), cos, sin, extra, out, eps, block, num_warps, shuffle, **constants
     )
