@@ -95,8 +95,9 @@ def variants(name: str) -> dict[str, Callable]:
     if name == "hadamard":
         return options(rope.hadamard, [{"block": b, "num_warps": w} for b, w in ((8, 1), (16, 2), (64, 8))])
     if name == "head_norm_rope_quantize":
-        grid = [(b, w, True) for b, w in ((2, 1), (4, 1), (8, 1), (16, 1), (8, 2), (16, 2), (64, 8))]
-        choices = [{"block": b, "num_warps": w, "pairs": p} for b, w, p in (*grid, (8, 1, False))]
+        grid = [(8, 1, 7), (4, 1, 14), (4, 1, 7), (2, 1, 28), (8, 1, 1), (16, 2, 1)]
+        choices = [{"block": b, "num_warps": w, "steps": s} for b, w, s in grid]
+        choices.append({"block": 8, "num_warps": 1, "pairs": False})
         return options(rope.head_norm_rope_quantize, choices)
     if name in ("head_norm_rope", "unweighted_norm_rope"):
         blocks = [(4, 1), (8, 1), (16, 1), (8, 2), (16, 2), (16, 4), (64, 8)]

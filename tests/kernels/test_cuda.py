@@ -7,7 +7,6 @@ import torch
 
 from h3opt.bench.kernel_inputs import DTYPES, SPECIALS, differing, op_inputs, values
 from h3opt.device import Device
-from h3opt.errors import DeviceError
 from h3opt.kernels import DEFINITIONS, OPERATORS, kernel_names, ops
 from h3opt.kernels.ops import attention
 from h3opt.metrics.bits import relative_error, row_ulps
@@ -294,7 +293,7 @@ def test_a_bad_token_reaches_what_it_reaches_in_bf16(backend, value):
 @pytest.mark.parametrize("backend", FP8_ACCURATE)
 def test_values_that_are_constant_or_zero_come_back(backend):
     needs(backend, fp8=True)
-    (q, k, v), args = attention_inputs(1, 700, 2, 128, chunk=300)
+    (_, _, v), args = attention_inputs(1, 700, 2, 128, chunk=300)
     for value in (0.0, 3.140625):
         codes, v_scale, v_mean = attention.quantize_values(torch.full_like(v, value), 300)
         found = attention.fp8_attention(*args[:2], codes, *args[3:5], v_scale, v_mean, 300, torch.bfloat16, backend)

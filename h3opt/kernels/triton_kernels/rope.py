@@ -41,7 +41,7 @@ QUANTIZE_HEADS_PER_PROGRAM, QUANTIZE_NUM_WARPS = 8, 1
 HADAMARD_HEADS, HADAMARD_NUM_WARPS = 16, 2
 
 
-SHUFFLE, PAIRS = True, True
+SHUFFLE, PAIRS, STEPS = True, True, 7
 
 
 MAX_HEAD_DIM = 128
@@ -118,9 +118,30 @@ def norm_rope_tile(
 
 
 @triton.jit
+def rotation_pairs(
+    weight_ptr, cos_ptr, sin_ptr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """What all heads of a token share: even and odd weights float32 [LANES, 2]; cosines and sines int32 [LANES, 2].
+
+    Two neighbouring angles are rounded to bf16 in 32 bits; rotate-half's minus is in the sines of the first half.
+    """
+    lane = tl.arange(0, LANES)[:, None]
+    channel = lane * VECTOR + tl.arange(0, VECTOR)[None, :]
+    weight = widen(tl.load(weight_ptr + channel, mask=channel < HEAD_DIM, other=0.0))
+    cos = widen(tl.load(cos_ptr + channel, mask=channel < ROTARY, other=0.0))
+    sin = widen(tl.load(sin_ptr + channel, mask=channel < ROTARY, other=0.0))
+    sin = tl.where(lane < ROTARY // 8, negate(sin), sin)  # rounds as the sine itself does
+    even_weight, odd_weight = tl.split(tl.reshape(weight, (LANES, 2, 2)))
+    even_cos, odd_cos = tl.split(tl.reshape(cos, (LANES, 2, 2)))
+    even_sin, odd_sin = tl.split(tl.reshape(sin, (LANES, 2, 2)))
+    return even_weight, odd_weight, pack_bf16(even_cos, odd_cos), pack_bf16(even_sin, odd_sin)
+
+
+@triton.jit
 def norm_rope_pairs(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, first_head, head_stride, eps,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    x_ptr, even_weight, odd_weight, cos, sin, first_head, head_stride, eps,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """`norm_rope_tile` of bf16 heads with a weight, whose rotary part is a multiple of eight channels.
 
@@ -131,33 +152,23 @@ def norm_rope_pairs(
     head = first_head + rows // LANES
     column = (rows % LANES) * VECTOR + tl.arange(0, VECTOR)[None, :]
     inside = (head < HEADS) & (column < HEAD_DIM)
-    if HEADS % BLOCK == 0 and HEAD_DIM == LANES * VECTOR:
+    if WHOLE:
         tile = tl.load(x_ptr + head * head_stride + column)
     else:
         tile = tl.load(x_ptr + head * head_stride + column, mask=inside, other=0.0)
     x = widen(tl.reshape(tile, (BLOCK, LANES, VECTOR)))
     rstd = rms_reciprocal(fold_lanes(add_squares(x, tl.zeros((BLOCK, LANES), tl.float32)), LANES, BLOCK), HEAD_DIM, eps)
     rstd = rstd[:, None, None]
-    lane = tl.arange(0, LANES)[:, None]
-    channel = lane * VECTOR + tl.arange(0, VECTOR)[None, :]
-    weight = widen(tl.load(weight_ptr + channel, mask=channel < HEAD_DIM, other=0.0))
     even, odd = tl.split(tl.reshape(x, (BLOCK, LANES, 2, 2)))
-    even_weight, odd_weight = tl.split(tl.reshape(weight, (LANES, 2, 2)))
     normed = pack_bf16(even_weight[None, :, :] * (rstd * even), odd_weight[None, :, :] * (rstd * odd))
-
     step: tl.constexpr = ROTARY // 8
+    lane = tl.arange(0, LANES)[:, None]
     pair_lane = tl.where(lane < step, lane + step, tl.where(lane < 2 * step, lane - step, lane))
-    partner = tl.gather(normed, tl.broadcast_to(pair_lane[None, :, :], (BLOCK, LANES, 2)), 1)
-    turning = channel < ROTARY
-    cos = widen(tl.load(cos_ptr + channel, mask=turning, other=0.0))
-    sin = widen(tl.load(sin_ptr + channel, mask=turning, other=0.0))
-    sin = tl.where(lane < step, negate(sin), sin)  # rounds as the sine itself does
-    even_cos, odd_cos = tl.split(tl.reshape(cos, (LANES, 2, 2)))
-    even_sin, odd_sin = tl.split(tl.reshape(sin, (LANES, 2, 2)))
     shape: tl.constexpr = (BLOCK, LANES, 2)
+    partner = tl.gather(normed, tl.broadcast_to(pair_lane[None, :, :], shape), 1)
     rotated = add_packed(
-        multiply_packed(normed, tl.broadcast_to(pack_bf16(even_cos, odd_cos)[None, :, :], shape)),
-        multiply_packed(partner, tl.broadcast_to(pack_bf16(even_sin, odd_sin)[None, :, :], shape)),
+        multiply_packed(normed, tl.broadcast_to(cos[None, :, :], shape)),
+        multiply_packed(partner, tl.broadcast_to(sin[None, :, :], shape)),
     )
     return tl.where((lane < 2 * step)[None, :, :], rotated, normed), head, column, inside
 
@@ -234,40 +245,17 @@ def unweighted_norm_rope_kernel(
 
 
 @triton.jit
-def head_norm_rope_quantize_kernel(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, head_scale_ptr, out_ptr,
-    tokens, token_stride, head_stride, cos_stride, sin_stride, eps,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, SHUFFLE: tl.constexpr,
-    PAIRS: tl.constexpr, ROTATE: tl.constexpr, SCALE: tl.constexpr,
+def store_codes(
+    out_ptr, head_scale_ptr, even, odd, head, column, inside,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    token = (tl.program_id(0) % tokens).to(tl.int64)
-    if PAIRS:
-        pairs, head, column, inside = norm_rope_pairs(
-            x_ptr + row * token_stride, weight_ptr, cos_ptr + token * cos_stride, sin_ptr + token * sin_stride,
-            tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES,
-        )  # fmt: skip
-        even, odd = low_bf16(pairs), high_bf16(pairs)
-    else:
-        out, head, column, inside = norm_rope_tile(
-            x_ptr + row * token_stride, weight_ptr, cos_ptr + token * cos_stride, sin_ptr + token * sin_stride,
-            tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES, SHUFFLE, True,
-        )  # fmt: skip
-        even, odd = tl.split(tl.reshape(widen(out), (BLOCK, LANES, 2, 2)))
-    if ROTATE:
-        turned = hadamard_tile(even, odd, BLOCK, LANES, SCALE)
-        if PAIRS:
-            even, odd = tl.split(tl.reshape(turned, (BLOCK, LANES, 2, 2)))
-            pairs = pack_bf16(even, odd)
-            even, odd = low_bf16(pairs), high_bf16(pairs)
-            wide = tl.reshape(tl.join(even, odd), (BLOCK * LANES, VECTOR))
-        else:
-            wide = tl.reshape(round_to(turned, x_ptr.dtype.element_ty), (BLOCK * LANES, VECTOR))
-    else:
-        wide = tl.reshape(tl.join(even, odd), (BLOCK * LANES, VECTOR))
-    out_ptr += row * (HEADS * HEAD_DIM)
-    if HEADS % BLOCK == 0 and HEAD_DIM == LANES * VECTOR:
+    """BLOCK heads, channels 0, 2 and 1, 3 of each lane as float32 [BLOCK, LANES, 2], times their scales as e4m3.
+
+    WHOLE: programs and lanes end where heads and channels do, so nothing is masked.
+    """
+    wide = tl.reshape(tl.join(even, odd), (BLOCK * LANES, VECTOR))
+    if WHOLE:
         codes = saturate_e4m3(wide * tl.load(head_scale_ptr + head))
         tl.store(out_ptr + head * HEAD_DIM + column, codes)
     else:
@@ -275,7 +263,47 @@ def head_norm_rope_quantize_kernel(
         tl.store(out_ptr + head * HEAD_DIM + column, codes, mask=inside)
 
 
-def _launch(kernel, x, weights, cos, sin, extra, out, eps, block, num_warps, shuffle, **constants):
+@triton.jit
+def head_norm_rope_quantize_kernel(
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, head_scale_ptr, out_ptr,
+    tokens, token_stride, head_stride, cos_stride, sin_stride, eps,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, SHUFFLE: tl.constexpr,
+    PAIRS: tl.constexpr, WHOLE: tl.constexpr, STEPS: tl.constexpr, ROTATE: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = (tl.program_id(0) % tokens).to(tl.int64)
+    x_ptr += row * token_stride
+    cos_ptr += token * cos_stride
+    sin_ptr += token * sin_stride
+    out_ptr += row * (HEADS * HEAD_DIM)
+    if PAIRS:
+        even_weight, odd_weight, cos, sin = rotation_pairs(weight_ptr, cos_ptr, sin_ptr, HEAD_DIM, ROTARY, LANES)
+        for step in range(STEPS):
+            pairs, head, column, inside = norm_rope_pairs(
+                x_ptr, even_weight, odd_weight, cos, sin, (tl.program_id(1) * STEPS + step) * BLOCK, head_stride, eps,
+                HEADS, HEAD_DIM, ROTARY, BLOCK, LANES, WHOLE,
+            )  # fmt: skip
+            even, odd = low_bf16(pairs), high_bf16(pairs)
+            if ROTATE:
+                turned = tl.reshape(hadamard_tile(even, odd, BLOCK, LANES, SCALE), (BLOCK, LANES, 2, 2))
+                even, odd = tl.split(turned)
+                pairs = pack_bf16(even, odd)
+                even, odd = low_bf16(pairs), high_bf16(pairs)
+            store_codes(out_ptr, head_scale_ptr, even, odd, head, column, inside, HEADS, HEAD_DIM, BLOCK, LANES, WHOLE)
+    else:
+        out, head, column, inside = norm_rope_tile(
+            x_ptr, weight_ptr, cos_ptr, sin_ptr,
+            tl.program_id(1) * BLOCK, head_stride, eps, HEADS, HEAD_DIM, ROTARY, BLOCK, LANES, SHUFFLE, True,
+        )  # fmt: skip
+        even, odd = tl.split(tl.reshape(widen(out), (BLOCK, LANES, 2, 2)))
+        if ROTATE:
+            turned = round_to(hadamard_tile(even, odd, BLOCK, LANES, SCALE), out.dtype)
+            even, odd = tl.split(tl.reshape(turned, (BLOCK, LANES, 2, 2)))
+        store_codes(out_ptr, head_scale_ptr, even, odd, head, column, inside, HEADS, HEAD_DIM, BLOCK, LANES, WHOLE)
+
+
+def _launch(kernel, x, weights, cos, sin, extra, out, eps, block, num_warps, shuffle, steps=1, **constants):
     heads, head_dim, rotary = x.shape[-2], x.shape[-1], cos.shape[-1]
     rows = x.reshape(-1, heads, head_dim)
     if rows.stride(2) != 1:
@@ -284,7 +312,7 @@ def _launch(kernel, x, weights, cos, sin, extra, out, eps, block, num_warps, shu
     block = min(block, triton.next_power_of_2(heads))
     shuffle = SHUFFLE if shuffle is None else shuffle
     if out.numel():
-        kernel[(rows.shape[0], triton.cdiv(heads, block))](
+        kernel[(rows.shape[0], triton.cdiv(heads, block * steps))](
             rows, *(weight.contiguous() for weight in weights), cos, sin, *extra, out,
             cos.shape[0], rows.stride(0), rows.stride(1), cos.stride(0), sin.stride(0), eps,
             HEADS=heads, HEAD_DIM=head_dim, ROTARY=rotary, BLOCK=block,
@@ -337,6 +365,7 @@ def head_norm_rope_quantize(
     num_warps=QUANTIZE_NUM_WARPS,
     shuffle=None,
     pairs=None,
+    steps=None,
 ) -> torch.Tensor:
     """Launch `head_norm_rope_quantize_kernel`; as `head_norm_rope`, with head_scale float32 [heads].
 
@@ -345,7 +374,11 @@ def head_norm_rope_quantize(
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     bf16 = x.dtype == weight.dtype == torch.bfloat16 and cos.shape[-1] % 8 == 0
     pairs = bf16 and (PAIRS if pairs is None else pairs)
-    extra, constants = (head_scale.contiguous(),), {"PAIRS": pairs, "ROTATE": rotate, "SCALE": x.shape[-1] ** -0.5}
-    return _launch(
-        head_norm_rope_quantize_kernel, x, (weight,), cos, sin, extra, out, eps, block, num_warps, shuffle, **constants
-    )
+    heads, head_dim = x.shape[-2:]
+    block = min(block, triton.next_power_of_2(heads))
+    steps = min(STEPS if steps is None else steps, triton.cdiv(heads, block)) if pairs else 1
+    whole = heads % (block * steps) == 0 and head_dim in (4, 8, 16, 32, 64, 128)
+    constants = {"PAIRS": pairs, "WHOLE": whole, "STEPS": steps, "ROTATE": rotate, "SCALE": head_dim**-0.5}
+    launch = (eps, block, num_warps, shuffle, steps)
+    extra = (head_scale.contiguous(),)
+    return _launch(head_norm_rope_quantize_kernel, x, (weight,), cos, sin, extra, out, *launch, **constants)
