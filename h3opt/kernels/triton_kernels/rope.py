@@ -177,8 +177,8 @@ def norm_rope_pairs(
 def hadamard_tile(even, odd, BLOCK: tl.constexpr, LANES: tl.constexpr, SCALE: tl.constexpr):
     """Orthonormal Hadamard transform of BLOCK heads, LANES a power of two: -> float32 [BLOCK, LANES, 4].
 
-    even and odd, float32 [BLOCK, LANES, 2], are channels 0, 2 and 1, 3 of each lane. Butterflies at distance 1, 2 within
-    a lane's four channels, then 4, 8, ... between lanes, then one product.
+    even and odd, float32 [BLOCK, LANES, 2], are channels 0, 2 and 1, 3 of each lane. Butterflies at distance 1, 2
+    within a lane's four channels, then 4, 8, ... between lanes, then one product.
     """
     sum_0, sum_2 = tl.split(even + odd)
     difference_0, difference_2 = tl.split(even - odd)
