@@ -89,16 +89,24 @@ def variants(name: str) -> dict[str, Callable]:
             [{"block": b, "num_warps": w} for b, w in ((8, 4), (16, 2), (16, 4), (32, 4), (64, 8))],
         )
     if name == "quantize_values":
-        grid = [(8, 4, 32, 4), (8, 2, 32, 4), (4, 4, 32, 4), (8, 8, 32, 4), (8, 4, 16, 2), (8, 4, 64, 8), (8, 4, 64, 4)]
+        launches = [
+            (8, 4, 32, 4),
+            (8, 2, 32, 4),
+            (4, 4, 32, 4),
+            (8, 8, 32, 4),
+            (8, 4, 16, 2),
+            (8, 4, 64, 8),
+            (8, 4, 64, 4),
+        ]
         names = ("num_warps", "unroll", "rows", "cast_warps")
-        return options(quantize.quantize_values, [dict(zip(names, one, strict=True)) for one in grid])
+        return options(quantize.quantize_values, [dict(zip(names, one, strict=True)) for one in launches])
     if name == "hadamard":
         return options(rope.hadamard, [{"block": b, "num_warps": w} for b, w in ((8, 1), (16, 2), (64, 8))])
     if name == "head_norm_rope_quantize":
-        grid = [(8, 1, 7), (4, 1, 14), (4, 1, 7), (2, 1, 28), (8, 1, 1), (16, 2, 1)]
-        choices = [{"block": b, "num_warps": w, "steps": s} for b, w, s in grid]
-        choices.append({"block": 8, "num_warps": 1, "pairs": False})
-        return options(rope.head_norm_rope_quantize, choices)
+        steps = ((8, 1, 7), (4, 1, 14), (4, 1, 7), (2, 1, 28), (8, 1, 1), (16, 2, 1))
+        in_pairs = [{"block": b, "num_warps": w, "steps": s} for b, w, s in steps]
+        alone: dict[str, Any] = {"block": 8, "num_warps": 1, "pairs": False}
+        return options(rope.head_norm_rope_quantize, [*in_pairs, alone])
     if name in ("head_norm_rope", "unweighted_norm_rope"):
         blocks = [(4, 1), (8, 1), (16, 1), (8, 2), (16, 2), (16, 4), (64, 8)]
         choices = [{"block": b, "num_warps": w, "shuffle": s} for s in (True, False) for b, w in blocks]
