@@ -40,28 +40,29 @@ def attend(
     return unmasked_attention(query, key, v, swap)
 
 
-def all_line_up(match: Match) -> str | None:
-    """Why a site is not self-attention over normed and rotated heads of one shape."""
-    return check_attention(match, "x", "k", "v") or check_head_norm_rope(match)
-
-
 @register
 @dataclass(frozen=True)
 class FP8Attention(GraphPass):
     """Q, K and V enter attention as e4m3 with a scale per head: twice the tensor core rate of bf16.
 
     Q and K are RMS-normed, so their range is known from the norm's weight: their scales need no data, no calibration
-    and no second pass over memory.
+    and no second pass over memory. V enters as what differs from its mean over a chunk of keys; chunks are summed
+    apart and merged in float32, since FP8 tensor cores lose long sums (docs/fp8_attention.md).
 
     Options:
-        backend: fa3, cudnn (both from a package, see what it says when missing) or triton.
+        backend: fa3 (from a package, see what it says when missing) or triton; cudnn, which is not accurate on CUDA.
         scales: of Q and K, "bound" by the norm or "dynamic" from their largest value.
         smooth_k: subtract K's mean over tokens first, which softmax does not see; K's scale is then dynamic.
+        rotate: transform Q and K by a Hadamard matrix, which leaves their products as they are and spreads channels
+            that are larger than the rest; heads need a power of two of channels.
+        chunk: keys that the tensor cores sum before float32 takes over.
     """
 
     backend: str = "triton"
     scales: str = "bound"
     smooth_k: bool = False
+    rotate: bool = False
+    chunk: int = attention.CHUNK
 
     name = "fp8_attention"
     promise = Perceptual(
@@ -69,10 +70,17 @@ class FP8Attention(GraphPass):
     )
 
     def __post_init__(self) -> None:
-        choices = {"backend": attention.FP8_BACKENDS, "scales": ("bound", "dynamic"), "smooth_k": (True, False)}
+        choices = {
+            "backend": attention.FP8_BACKENDS,
+            "scales": ("bound", "dynamic"),
+            "smooth_k": (True, False),
+            "rotate": (True, False),
+        }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed or type(getattr(self, name)) is not type(allowed[0]):
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        if type(self.chunk) is not int or self.chunk < 1:
+            raise ValueError(f"chunk must be a positive number of keys, got {self.chunk!r}")
 
     def applies(self, device: Device, view: PipelineView) -> str | None:
         reason = attention.missing(self.backend, device, fp8=True)
@@ -84,20 +92,30 @@ class FP8Attention(GraphPass):
             key = norm_rope(k, shape, k_weight, eps, cos, sin, dim, half, rotary, end)
             if self.smooth_k:
                 key = key - aten.mean.dim(key, [1], True)
-            per_head = self.backend != "cudnn"  # which takes one scale per tensor
+            if self.rotate:
+                query, key = attention.hadamard(query), attention.hadamard(key)
             q_scale, k_scale = attention.norm_head_scale(x, weight), attention.norm_head_scale(k, k_weight)
             if self.scales == "dynamic":
-                q_scale = attention.dynamic_head_scale(query, per_head)
+                q_scale = attention.dynamic_head_scale(query, True)
             if self.scales == "dynamic" or self.smooth_k:
-                k_scale = attention.dynamic_head_scale(key, per_head)
-            return self.attention(query, key, v, q_scale, k_scale, attention.dynamic_head_scale(v, per_head))
+                k_scale = attention.dynamic_head_scale(key, True)
+            return self.attention(query, key, v, q_scale, k_scale)
 
-        return (Rule(attend, in_fp8, all_line_up),)
+        return (Rule(attend, in_fp8, self.all_line_up),)
 
-    def attention(self, query: Any, key: Any, v: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> Any:
-        operands = ((query, q_scale), (key, k_scale), (v, v_scale))
-        q8, k8, v8 = (attention.quantize_heads(one, scale) for one, scale in operands)
-        return attention.fp8_attention(q8, k8, v8, q_scale, k_scale, v_scale, v.dtype, self.backend)
+    def all_line_up(self, match: Match) -> str | None:
+        """Why a site is not self-attention over normed and rotated heads of one shape."""
+        x = match.tensor("x")
+        if self.rotate and x is not None and x.shape[-1].bit_count() != 1:
+            return f"heads of {x.shape[-1]} channels, not a power of two, have no Hadamard transform"
+        return check_attention(match, "x", "k", "v") or check_head_norm_rope(match)
+
+    def attention(self, query: Any, key: Any, v: Any, q_scale: Any, k_scale: Any) -> Any:
+        q8, k8 = attention.quantize_heads(query, q_scale), attention.quantize_heads(key, k_scale)
+        values = attention.quantize_values(v, self.chunk)
+        v8, v_scale, v_mean = values[0], values[1], values[2]
+        scales = (q_scale, k_scale, v_scale, v_mean, self.chunk)
+        return attention.fp8_attention(q8, k8, v8, *scales, v.dtype, self.backend)
 
     def expect(self, facts: GraphFacts) -> int | None:
         return facts.per(transformer_block=1)
@@ -113,12 +131,23 @@ class FP8Attention(GraphPass):
             mask = draw.tensor(draw.tokens, draw.tokens)
             return Example(_masked, (*_arguments(draw), mask))
 
-        return (Decline("attention is causal", causal), Decline("attention has a mask", masked))
+        def shared(draw: Draw) -> Example:
+            _, *others = _arguments(draw)
+            query = draw.tensor(draw.batch, draw.tokens, 2 * draw.heads, draw.head_dim)
+            return Example(_model(enable_gqa=True), (query, *others))
+
+        return (
+            Decline("attention is causal", causal),
+            Decline("attention has a mask", masked),
+            Decline("heads share K and V", shared),
+        )
 
     def mutants(self) -> Sequence[Mutant]:
         return (
             Mutant("V's scale is not taken back", _VStaysScaled()),
             Mutant("one head of K has twice the scale it was cast with", _OneHeadOff()),
+            Mutant("V's mean is not added back", _MeanIsLost()),
+            Mutant("chunks of keys count alike, whatever the softmax gives them", _ChunksCountAlike(chunk=4)),
         )
 
 
@@ -146,17 +175,42 @@ def _arguments(draw: Draw) -> tuple[torch.Tensor, ...]:
 
 @dataclass(frozen=True)
 class _VStaysScaled(FP8Attention):
-    def attention(self, query: Any, key: Any, v: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> Any:
+    def attention(self, query: Any, key: Any, v: Any, q_scale: Any, k_scale: Any) -> Any:
         q8, k8 = attention.quantize_heads(query, q_scale), attention.quantize_heads(key, k_scale)
-        v8, none = attention.quantize_heads(v, v_scale), aten.ones_like(v_scale)
-        return attention.fp8_attention(q8, k8, v8, q_scale, k_scale, none, v.dtype, self.backend)
+        values = attention.quantize_values(v, self.chunk)
+        scales = (q_scale, k_scale, aten.ones_like(values[1]), values[2], self.chunk)
+        return attention.fp8_attention(q8, k8, values[0], *scales, v.dtype, self.backend)
 
 
 @dataclass(frozen=True)
 class _OneHeadOff(FP8Attention):
-    def attention(self, query: Any, key: Any, v: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> Any:
-        operands = ((query, q_scale), (key, k_scale), (v, v_scale))
-        q8, k8, v8 = (attention.quantize_heads(one, scale) for one, scale in operands)
+    def attention(self, query: Any, key: Any, v: Any, q_scale: Any, k_scale: Any) -> Any:
+        q8, k8 = attention.quantize_heads(query, q_scale), attention.quantize_heads(key, k_scale)
+        values = attention.quantize_values(v, self.chunk)
         first, others = aten.slice.Tensor(k_scale, 0, 0, 1), aten.slice.Tensor(k_scale, 0, 1, 2**31)
-        off = aten.cat([first * 2.0, others])
-        return attention.fp8_attention(q8, k8, v8, q_scale, off, v_scale, v.dtype, self.backend)
+        scales = (q_scale, aten.cat([first * 2.0, others]), values[1], values[2], self.chunk)
+        return attention.fp8_attention(q8, k8, values[0], *scales, v.dtype, self.backend)
+
+
+@dataclass(frozen=True)
+class _MeanIsLost(FP8Attention):
+    def attention(self, query: Any, key: Any, v: Any, q_scale: Any, k_scale: Any) -> Any:
+        q8, k8 = attention.quantize_heads(query, q_scale), attention.quantize_heads(key, k_scale)
+        values = attention.quantize_values(v, self.chunk)
+        scales = (q_scale, k_scale, values[1], aten.zeros_like(values[2]), self.chunk)
+        return attention.fp8_attention(q8, k8, values[0], *scales, v.dtype, self.backend)
+
+
+@dataclass(frozen=True)
+class _ChunksCountAlike(FP8Attention):
+    """Of two chunks, half of each; where there is but one chunk, the second is empty and the result half of it."""
+
+    def attention(self, query: Any, key: Any, v: Any, q_scale: Any, k_scale: Any) -> Any:
+        q8, k8 = attention.quantize_heads(query, q_scale), attention.quantize_heads(key, k_scale)
+        halves = []
+        for start in (0, self.chunk):
+            values = attention.quantize_values(aten.slice.Tensor(v, 1, start, start + self.chunk), self.chunk)
+            keys = aten.slice.Tensor(k8, 1, start, start + self.chunk)
+            scales = (q_scale, k_scale, values[1], values[2], self.chunk)
+            halves.append(attention.fp8_attention(q8, keys, values[0], *scales, v.dtype, self.backend))
+        return (halves[0] + halves[1]) * 0.5

@@ -65,7 +65,40 @@ def fused_cast(
     end: Any,
     scale: Any,
 ) -> Any:
-    return ops.head_norm_rope_quantize(x, weight, per_token(cos), per_token(sin), scale, eps)
+    return ops.head_norm_rope_quantize(x, weight, per_token(cos), per_token(sin), scale, eps, False)
+
+
+def norm_rope_rotate_cast(
+    x: Any,
+    shape: Any,
+    weight: Any,
+    eps: Any,
+    cos: Any,
+    sin: Any,
+    dim: Any,
+    half: Any,
+    rotary: Any,
+    end: Any,
+    scale: Any,
+) -> Any:
+    turned = attention.hadamard(norm_rope(x, shape, weight, eps, cos, sin, dim, half, rotary, end))
+    return attention.quantize_heads(turned, scale)
+
+
+def fused_rotate_cast(
+    x: Any,
+    shape: Any,
+    weight: Any,
+    eps: Any,
+    cos: Any,
+    sin: Any,
+    dim: Any,
+    half: Any,
+    rotary: Any,
+    end: Any,
+    scale: Any,
+) -> Any:
+    return ops.head_norm_rope_quantize(x, weight, per_token(cos), per_token(sin), scale, eps, True)
 
 
 @register
@@ -80,6 +113,7 @@ class FusedQKCast(GraphPass):
     def rules(self) -> Sequence[Rule]:
         return (
             Rule(norm_rope_cast, fused_cast, guard=check_head_norm_rope),
+            Rule(norm_rope_rotate_cast, fused_rotate_cast, guard=check_head_norm_rope),
             Rule(norm_rope, fused, guard=check_head_norm_rope),
         )
 
@@ -124,6 +158,6 @@ class FusedQKCast(GraphPass):
             return unscaled * weight
 
         return (
-            Mutant("rotated backwards", with_replacement(self, turned_backwards, rule=1)),
-            Mutant("the norm's weight applied after the rotation", with_replacement(self, norm_after_rope, rule=1)),
+            Mutant("rotated backwards", with_replacement(self, turned_backwards, rule=2)),
+            Mutant("the norm's weight applied after the rotation", with_replacement(self, norm_after_rope, rule=2)),
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from h3opt.kernels import data_kinds
+from h3opt.kernels.ops import attention
 from h3opt.kernels.ops.registry import OPERATORS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -79,7 +80,7 @@ def op_inputs(
         if name == "unweighted_norm_rope":
             return q, angle.cos()[None], angle.sin()[None], 1e-5
         table = (q, weight, angle.cos(), angle.sin())
-        return (*table, 1e-5) if name == "head_norm_rope" else (*table, head_scale, 1e-5)
+        return (*table, 1e-5) if name == "head_norm_rope" else (*table, head_scale, 1e-5, False)
     if name == "scaled_linear":
         q, q_scale = OPERATORS["quantize_rows"](x)
         weight_q, weight_scale = OPERATORS["quantize_rows"](make((rows * 16, columns), 7))
@@ -104,15 +105,22 @@ def op_inputs(
         return heads_of[0], True
     if name == "attention":
         return *heads_of, "flash"
+    if name == "hadamard":
+        return (make((batch, tokens, heads, 1 << (max(columns, 1).bit_length() - 1)), 9, special),)
+    if name == "quantize_values":
+        return heads_of[2], 7 if tokens < 1024 else attention.CHUNK
     of_heads = partial(make, (heads,), dtype=torch.float32, magnitude=30.0, kind="zero_mean")
-    scales = [of_heads(seed).abs() + 1 for seed in (12, 13, 14)]
+    scales = [of_heads(seed).abs() + 1 for seed in (12, 13)]
     if name == "quantize_heads":
         return heads_of[0], scales[0]
-    quantized = [OPERATORS["quantize_heads"](one, scale) for one, scale in zip(heads_of, scales, strict=True)]
+    q, k = (OPERATORS["quantize_heads"](one, scale) for one, scale in zip(heads_of, scales, strict=False))
+    chunk = 3 if tokens < 1024 else attention.CHUNK
+    values_of = OPERATORS["quantize_values"](heads_of[2], chunk)
+    operands = (q, k, values_of[0], *scales, *values_of[1:], chunk)
     if name == "fp8_attention":
-        return *quantized, *scales, torch.bfloat16, "triton"
+        return *operands, torch.bfloat16, "triton"
     if name == "fp8_attention_quantized":
-        return *quantized, *scales, "triton"
+        return *operands, "triton"
     raise KeyError(name)
 
 

@@ -50,6 +50,8 @@ COLUMNS = {
     "unweighted_norm_rope": HEAD_DIM,
     **dict.fromkeys(DECODER_OPS, 2048),
     "quantize_heads": HEAD_DIM,
+    "quantize_values": HEAD_DIM,
+    "hadamard": HEAD_DIM,
     "dynamic_head_scale": HEAD_DIM,
 }
 """Operator → columns of the input, where they are not :data:`HIDDEN`."""
@@ -89,7 +91,26 @@ def launch_variants(name: str) -> dict[str, Callable]:
             quantize.quantize_heads,
             [{"block": b, "num_warps": w} for b, w in ((8, 4), (16, 2), (16, 4), (32, 4), (64, 8))],
         )
-    if name in ("head_norm_rope", "head_norm_rope_quantize", "unweighted_norm_rope"):
+    if name == "quantize_values":
+        launches = [
+            (8, 4, 32, 4),
+            (8, 2, 32, 4),
+            (4, 4, 32, 4),
+            (8, 8, 32, 4),
+            (8, 4, 16, 2),
+            (8, 4, 64, 8),
+            (8, 4, 64, 4),
+        ]
+        names = ("num_warps", "unroll", "rows", "cast_warps")
+        return options(quantize.quantize_values, [dict(zip(names, one, strict=True)) for one in launches])
+    if name == "hadamard":
+        return options(rope.hadamard, [{"block": b, "num_warps": w} for b, w in ((8, 1), (16, 2), (64, 8))])
+    if name == "head_norm_rope_quantize":
+        steps = ((8, 1, 7), (4, 1, 14), (4, 1, 7), (2, 1, 28), (8, 1, 1), (16, 2, 1))
+        in_pairs = [{"block": b, "num_warps": w, "steps": s} for b, w, s in steps]
+        alone: dict[str, Any] = {"block": 8, "num_warps": 1, "pairs": False}
+        return options(rope.head_norm_rope_quantize, [*in_pairs, alone])
+    if name in ("head_norm_rope", "unweighted_norm_rope"):
         blocks = [(4, 1), (8, 1), (16, 1), (8, 2), (16, 2), (16, 4), (64, 8)]
         choices = [{"block": b, "num_warps": w, "shuffle": s} for s in (True, False) for b, w in blocks]
         return options(getattr(rope, name), choices)

@@ -113,6 +113,17 @@ def quantize_heads(x: Tensor, head_scale: Tensor) -> Tensor:
     return round_e4m3((x.float() * head_scale[:, None]).clamp(-448, 448))
 
 
+def hadamard(x: Tensor) -> Tensor:
+    """Channel by channel: at distance 1, 2, 4, ... each becomes the sum with its partner, or the partner less it."""
+    wide, step = x.float(), 1
+    channel = torch.arange(x.shape[-1])
+    while step < x.shape[-1]:
+        partner = wide[..., channel ^ step]
+        wide = torch.where(channel & step == 0, wide + partner, partner - wide)
+        step *= 2
+    return (wide * torch.tensor(x.shape[-1] ** -0.5)).to(x.dtype)
+
+
 def numpy_sine(x: Tensor) -> Tensor:
     with np.errstate(invalid="ignore"):
         return torch.from_numpy(np.sin(x.numpy()))

@@ -98,7 +98,7 @@ def test_head_norm_rope_is_that_of_diffusers():
     assert differing(ops.head_norm_rope(x, weight, cos, sin, eps), expected) == 0
     scale = torch.tensor([1.0, 900.0, 0.25])
     cast = (expected.float() * scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    assert differing(ops.head_norm_rope_quantize(x, weight, cos, sin, scale, eps), cast) == 0
+    assert differing(ops.head_norm_rope_quantize(x, weight, cos, sin, scale, eps, False), cast) == 0
 
 
 def test_unweighted_norm_rope_is_that_of_diffusers_video_decoder(monkeypatch):

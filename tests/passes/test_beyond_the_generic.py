@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import h3opt
+from h3opt.device import Device
 from h3opt.kernels.ops import attention
 from h3opt.metrics.bits import bits_equal, relative_error
 from h3opt.pass_api.base import GraphFacts
@@ -37,9 +38,9 @@ def test_norm_rope_and_cast_fuse_to_the_same_codes(draw: Draw) -> None:
 
 def test_a_fused_cast_with_another_scale_is_seen() -> None:
     def doubled(x, shape, weight, eps, cos, sin, dim, half, rotary, end, scale):
-        normed = torch.ops.h3opt.head_norm_rope_quantize_v1
+        normed = torch.ops.h3opt.head_norm_rope_quantize_v2
         squeezed = (torch.ops.aten.squeeze.dims(angles, [0, 2]) for angles in (cos, sin))
-        return normed(x, weight, *squeezed, scale * 2.0, eps)
+        return normed(x, weight, *squeezed, scale * 2.0, eps, False)
 
     example = cast_heads(Draw())
     graph = semantic(example)
@@ -48,15 +49,99 @@ def test_a_fused_cast_with_another_scale_is_seen() -> None:
     assert not bits_equal(graph(*example.args), wrong(*example.args))
 
 
-@pytest.mark.parametrize("options", [{"scales": "dynamic"}, {"smooth_k": True}, {"backend": "cudnn"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scales": "dynamic"},
+        {"smooth_k": True},
+        {"rotate": True},
+        {"rotate": True, "smooth_k": True},
+        {"rotate": True, "scales": "dynamic"},
+        {"chunk": 3},
+        {"chunk": 1},
+        {"backend": "fa3"},
+    ],
+)
 def test_fp8_attention_keeps_its_promise_with_every_option(options: dict[str, object]) -> None:
     check_pass(make_pass("fp8_attention", options))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("options", [{"smooth_k": 1}, {"scales": "static"}, {"backend": "fa2"}])
+@pytest.mark.parametrize("options", [{"smooth_k": 1}, {"scales": "static"}, {"backend": "fa2"}, {"rotate": 1}])
 def test_fp8_attention_refuses_other_options(options: dict[str, object]) -> None:
     with pytest.raises(Exception, match="must be one of"):
         make_pass("fp8_attention", options)
+
+
+def quantized(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: int) -> tuple:
+    scales = [attention.dynamic_head_scale(one, True) for one in (q, k)]
+    codes, v_scale, v_mean = attention.quantize_values(v, chunk)
+    return *map(attention.quantize_heads, (q, k), scales), codes, *scales, v_scale, v_mean, chunk
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: int) -> torch.Tensor:
+    return attention.fp8_attention(*quantized(q, k, v, chunk), torch.float32, "triton")
+
+
+def test_rotated_heads_are_declined_unless_they_have_a_power_of_two_of_channels() -> None:
+    one = make_pass("fp8_attention", {"rotate": True})
+    for head_dim, matched in ((16, 1), (24, 0)):
+        _, found = rewrite(one, semantic(one.example(Draw(head_dim=head_dim))))  # type: ignore[attr-defined, arg-type]
+        assert found.matched == matched
+    assert "power of two" in str(found.near_misses[0].why)
+
+
+@pytest.mark.parametrize("draw", [Draw(), Draw(dtype=torch.bfloat16, tokens=5, batch=2, seed=1), Draw(special=True)])
+def test_norm_rope_rotation_and_cast_fuse_to_the_same_codes(draw: Draw) -> None:
+    def model(x, weight, cos, sin, scale):
+        return attention.quantize_heads(attention.hadamard(norm_and_rotate(x, weight, cos, sin)), scale)
+
+    args = (*draw.rotary(), torch.rand(draw.heads) * 100)
+    graph = semantic(Example(model, args))
+    fused, found = rewrite(make_pass("fused_qk_cast"), graph)  # type: ignore[arg-type]
+    assert found.matched == 1 and "hadamard" not in fused.code
+    assert bits_equal(graph(*args), fused(*args))
+
+
+def test_cudnn_is_refused_on_cuda_because_its_sums_are_not_accurate() -> None:
+    device = Device(type="cuda", name="NVIDIA H200", capability=(9, 0))
+    assert "not accurate" in str(attention.missing("cudnn", device, fp8=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 24, 25, 61])
+@pytest.mark.parametrize("offset", [0.0, 2.0])
+def test_chunks_of_keys_and_a_shorter_last_one_add_up(tokens: int, offset: float) -> None:
+    draw = Draw(tokens=tokens, heads=2, head_dim=32)
+    q, k, v = (draw.tensor(1, draw.tokens, draw.heads, draw.head_dim) for _ in range(3))
+    v = v + offset * draw.tensor(draw.head_dim)
+    expected = attention.attention_definition(q, k, v, "flash")
+    whole, chunked = (relative_error(expected, attend(q, k, v, chunk)) for chunk in (1000, 24))
+    assert chunked < 0.07 and chunked < 1.3 * whole + 1e-6
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_bad_token_reaches_what_it_reaches_without_fp8(place: int) -> None:
+    """NaN in Q stays in its token, in K it takes the queries of its head, in V its channel of its head."""
+    draw = Draw(tokens=40, heads=2, head_dim=16)
+    heads_of = [draw.tensor(1, draw.tokens, draw.heads, draw.head_dim) for _ in range(3)]
+    clean = attend(*heads_of, chunk=16)
+    heads_of[place][0, 20, 1, 3] = torch.nan
+    found, exact = attend(*heads_of, chunk=16), attention.attention_definition(*heads_of, "flash")
+    assert found.isnan().any() and torch.equal(found.isnan(), exact.isnan())
+    assert relative_error(clean[~found.isnan()], found[~found.isnan()]) < 0.03
+
+
+def test_an_infinite_value_makes_its_channel_of_its_head_nan_and_no_other() -> None:
+    draw = Draw(tokens=40, heads=2, head_dim=16)
+    q, k, v = (draw.tensor(1, draw.tokens, draw.heads, draw.head_dim) for _ in range(3))
+    v[0, 20, 1, 3] = torch.inf
+    found = attend(q, k, v, chunk=16)
+    assert found[0, :, 1, 3].isnan().all() and found.isfinite().sum() == found.numel() - 40
+
+
+def test_a_chunk_must_be_a_positive_number_of_keys() -> None:
+    for chunk in (0, -1, 1.5, True):
+        with pytest.raises(Exception, match="positive number of keys"):
+            make_pass("fp8_attention", {"chunk": chunk})
 
 
 def test_smoothing_k_helps_where_k_has_an_offset() -> None:
@@ -67,9 +152,7 @@ def test_smoothing_k_helps_where_k_has_an_offset() -> None:
     expected = attention.attention_definition(q, k, v, "flash")
 
     def error(key: torch.Tensor) -> float:
-        scales = [attention.dynamic_head_scale(tensor, True) for tensor in (q, key, v)]
-        codes = map(attention.quantize_heads, (q, key, v), scales)
-        return relative_error(expected, attention.fp8_attention(*codes, *scales, torch.float32, "triton"))
+        return relative_error(expected, attend(q, key, v, chunk=24))
 
     assert error(k - k.mean(1, keepdim=True)) < error(k) / 2
 
@@ -90,10 +173,9 @@ def test_output_quantize_neither_saturates_a_loud_head_nor_loses_a_quiet_one() -
     draw = Draw(tokens=40, heads=3, head_dim=16)
     q, k, v = (draw.tensor(1, draw.tokens, draw.heads, draw.head_dim) for _ in range(3))
     v = v * torch.tensor([100.0, 1.0, 3.0])[:, None]
-    scales = [attention.dynamic_head_scale(tensor, True) for tensor in (q, k, v)]
-    codes = [*map(attention.quantize_heads, (q, k, v), scales)]
-    expected = attention.fp8_attention(*codes, *scales, torch.float32, "triton")
-    out, scale = attention.fp8_attention_quantized(*codes, *scales, "triton")
+    operands = quantized(q, k, v, chunk=24)
+    expected = attention.fp8_attention(*operands, torch.float32, "triton")
+    out, scale = attention.fp8_attention_quantized(*operands, "triton")
     dequantized = (out.float() * scale).unflatten(2, (3, 16))
     for head in range(3):
         assert relative_error(expected[:, :, head], dequantized[:, :, head]) < 0.05

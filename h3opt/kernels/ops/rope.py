@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from h3opt.kernels.ops.attention import hadamard_definition
 from h3opt.kernels.ops.norm import norm_is_vectorized
 from h3opt.kernels.ops.registry import DTYPES, E4M3, E4M3_MAX, launch, promoted_dtype, register_op
 
@@ -38,13 +39,15 @@ def _rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def head_norm_rope_quantize_definition(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, head_scale: Tensor, eps: float
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, head_scale: Tensor, eps: float, rotate: bool
 ) -> Tensor:
     """`head_norm_rope` times a static scale per head, clamped to +-448 and cast to e4m3 (NaN stays NaN).
 
-    head_scale float32 [heads] multiplies: the attention's descale is its reciprocal. -> e4m3 of x's shape.
+    With rotate, `attention.hadamard` of the rotated heads is cast instead. head_scale float32 [heads] multiplies: the
+    attention's descale is its reciprocal. -> e4m3 of x's shape.
     """
-    wide = head_norm_rope_definition(x, weight, cos, sin, eps).float() * head_scale[:, None]
+    out = head_norm_rope_definition(x, weight, cos, sin, eps)
+    wide = (hadamard_definition(out) if rotate else out).float() * head_scale[:, None]
     return wide.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).contiguous()
 
 
@@ -56,7 +59,7 @@ def _unweighted_norm_rope_fake(x, cos, sin, eps):
     return x.new_empty(x.shape)
 
 
-def _head_norm_rope_quantize_fake(x, weight, cos, sin, head_scale, eps):
+def _head_norm_rope_quantize_fake(x, weight, cos, sin, head_scale, eps, rotate):
     return x.new_empty(x.shape, dtype=E4M3)
 
 
@@ -107,11 +110,12 @@ def _unweighted_norm_rope_cuda(x, cos, sin, eps):
     return launch("rope", "unweighted_norm_rope", x, cos, sin, eps)
 
 
-def _head_norm_rope_quantize_cuda(x, weight, cos, sin, head_scale, eps):
+def _head_norm_rope_quantize_cuda(x, weight, cos, sin, head_scale, eps, rotate):
     fits = head_scale.dtype == torch.float32 and head_scale.shape == x.shape[-2:-1]
-    if not (fits and _rope_served(x, weight, cos, sin)):
-        return head_norm_rope_quantize_definition(x, weight, cos, sin, head_scale, eps)
-    return launch("rope", "head_norm_rope_quantize", x, weight, cos, sin, head_scale, eps)
+    rotates = not rotate or x.shape[-1].bit_count() == 1
+    if not (fits and rotates and _rope_served(x, weight, cos, sin)):
+        return head_norm_rope_quantize_definition(x, weight, cos, sin, head_scale, eps, rotate)
+    return launch("rope", "head_norm_rope_quantize", x, weight, cos, sin, head_scale, eps, rotate)
 
 
 head_norm_rope = register_op(
@@ -136,9 +140,10 @@ unweighted_norm_rope = register_op(
 
 head_norm_rope_quantize = register_op(
     "head_norm_rope_quantize",
-    "(Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor head_scale, float eps) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor head_scale, float eps, bool rotate) -> Tensor",
     head_norm_rope_quantize_definition,
     _head_norm_rope_quantize_cuda,
     _head_norm_rope_quantize_fake,
     "head_norm_rope_quantize_kernel",
+    version=2,
 )

@@ -118,6 +118,24 @@ if INTERPRETED:
         """x + y, both in one narrow dtype and rounded to it."""
         return narrow(widen(x) + widen(y), x.dtype)
 
+    @triton.jit
+    def multiply_packed(x, y):
+        """x · y of pairs of bf16 in 32 bits, each rounded to bf16."""
+        return pack_bf16(low_bf16(x) * low_bf16(y), high_bf16(x) * high_bf16(y))
+
+    @triton.jit
+    def add_packed(x, y):
+        """x + y of pairs of bf16 in 32 bits, each rounded to bf16."""
+        return pack_bf16(low_bf16(x) + low_bf16(y), high_bf16(x) + high_bf16(y))
+
+    @triton.jit
+    def pack_bf16(low, high):
+        """Two float32 -> int32 that holds both rounded to bf16, to nearest, ties to even."""
+        low_bits, high_bits = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+        low_bits = ((low_bits + ((low_bits >> 16) & 1) + 0x7FFF) >> 16) & 0xFFFF
+        high_bits = (high_bits + ((high_bits >> 16) & 1) + 0x7FFF) & -65536
+        return tl.where(low == low, low_bits, 0x7FC0) | tl.where(high == high, high_bits, 0x7FC00000)
+
 else:
 
     @triton.jit
@@ -202,6 +220,41 @@ else:
             )  # fmt: skip
         else:
             return narrow(widen(x) + widen(y), x.dtype)
+
+    @triton.jit
+    def multiply_packed(x, y):
+        """As `multiply_rounded`, of pairs of bf16 in 32 bits."""
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+            "=r,r,r", [x, y], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+    @triton.jit
+    def add_packed(x, y):
+        """As `add_rounded`, of pairs of bf16 in 32 bits."""
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }",
+            "=r,r,r", [x, y], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+    @triton.jit
+    def pack_bf16(low, high):
+        """Two float32 -> int32 that holds both rounded to bf16, to nearest, ties to even: one instruction."""
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def low_bf16(x):
+    """The lower of two bf16 in 32 bits, as float32."""
+    return (x << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high_bf16(x):
+    """The upper of two bf16 in 32 bits, as float32."""
+    return (x & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """e4m3 quantize. Row-wise: the row is read once and held in registers between its amax and its division. By head:
-the scales are given, so it is one product and one cast."""
+the scales are given, so it is one product and one cast. Values: one read for the mean and the spread of each chunk of
+tokens, one for the cast."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from h3opt.kernels.ops.attention import VALUE_ROWS
 from h3opt.kernels.triton_kernels.device import (
     EXACT_LAUNCH,
+    SCALE_AMAX_MIN_BITS,
     abs_bits,
     as_rows,
     empty_quantized,
@@ -30,6 +33,15 @@ HEADS_PER_PROGRAM = 16
 
 
 AMAX_ROWS = 64
+
+
+SPREAD_NUM_WARPS, SPREAD_UNROLL = 4, 1
+
+
+VALUES_ROWS, VALUES_NUM_WARPS = 32, 4
+
+
+INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
 MAX_COLUMNS = 32768  # a wider row would spill; the op then uses its definition
@@ -80,7 +92,10 @@ def heads_amax_kernel(
     x_ptr, amax_ptr, rows, token_stride, head_stride,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude of each head over ROWS tokens, as bits: those of non-negative floats order as integers."""
+    """The largest finite magnitude of each head over ROWS tokens.
+
+    As bits: those of non-negative floats order as integers.
+    """
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     channel = tl.arange(0, WIDTH)
     inside = (head < HEADS)[:, None] & (channel < HEAD_DIM)[None, :]
@@ -90,8 +105,112 @@ def heads_amax_kernel(
     for step in range(ROWS):
         row = first + step
         x = tl.load(x_ptr + row * token_stride + offset, mask=inside & (row < rows), other=0.0)
-        largest = max_magnitude(largest, x)
+        largest = max_magnitude(largest, tl.where(abs_bits(widen(x)) < INFINITY_BITS, x, tl.zeros_like(x)))
     tl.atomic_max(amax_ptr + head, tl.max(abs_bits(widen(largest)), 1), mask=head < HEADS, sem="relaxed")
+
+
+@triton.jit
+def fold_rows(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """x: [ROWS, WIDTH] -> [WIDTH]: the sum of both halves of the rows, again and again."""
+    if ROWS >= 64:
+        x = tl.sum(tl.reshape(x, (2, 32, WIDTH)), 0)
+    if ROWS >= 32:
+        x = tl.sum(tl.reshape(x, (2, 16, WIDTH)), 0)
+    if ROWS >= 16:
+        x = tl.sum(tl.reshape(x, (2, 8, WIDTH)), 0)
+    if ROWS >= 8:
+        x = tl.sum(tl.reshape(x, (2, 4, WIDTH)), 0)
+    if ROWS >= 4:
+        x = tl.sum(tl.reshape(x, (2, 2, WIDTH)), 0)
+    return tl.sum(x, 0)
+
+
+@triton.jit
+def values_spread_kernel(
+    v_ptr, scale_ptr, mean_ptr, tokens, chunk, chunks, item_stride, token_stride, head_stride,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """The mean of each channel of one head over one chunk of tokens, and 448 over the largest distance from it."""
+    head, number, item = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    in_head = channel < HEAD_DIM
+    first = number.to(tl.int64) * chunk
+    count = tl.minimum(tokens - number * chunk, chunk)
+    tile_ptr = v_ptr + item * item_stride + first * token_stride + head * head_stride
+    tile_ptr += row[:, None] * token_stride + channel[None, :]
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    smallest, largest = (
+        tl.full((ROWS, WIDTH), float("inf"), tl.float32),
+        tl.full((ROWS, WIDTH), float("-inf"), tl.float32),
+    )
+    for _ in tl.range(0, count // ROWS, loop_unroll_factor=UNROLL):
+        x = widen(tl.load(tile_ptr, mask=in_head[None, :], other=0.0))
+        total += x
+        smallest, largest = tl.minimum(smallest, x), tl.maximum(largest, x)
+        tile_ptr += ROWS * token_stride
+    if count % ROWS != 0:
+        inside = (row < count % ROWS)[:, None] & in_head[None, :]
+        x = widen(tl.load(tile_ptr, mask=inside, other=0.0))
+        total += x
+        smallest = tl.minimum(smallest, tl.where(inside, x, float("inf")))
+        largest = tl.maximum(largest, tl.where(inside, x, float("-inf")))
+    sums = fold_rows(total, ROWS, WIDTH)
+    mean = tl.div_rn(sums, tl.zeros_like(sums) + count)
+    spread = tl.maximum(tl.max(largest, 0) - mean, mean - tl.min(smallest, 0))
+    bits = tl.where(in_head, abs_bits(spread), 0)  # never negative, and -0 is 0
+    bits = tl.max(tl.where(bits < INFINITY_BITS, bits, 0))
+    amax = tl.maximum(bits, SCALE_AMAX_MIN_BITS).to(tl.float32, bitcast=True)
+    of_chunk = (item * chunks + number) * HEADS + head
+    tl.store(mean_ptr + of_chunk * HEAD_DIM + channel, mean, mask=in_head)
+    tl.store(scale_ptr + of_chunk, tl.div_rn(tl.zeros_like(amax) + 448.0, amax))
+
+
+@triton.jit
+def quantize_values_kernel(
+    v_ptr, scale_ptr, mean_ptr, q_ptr, tokens, chunk, chunks, item_stride, token_stride, head_stride,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens of one head minus the mean of their chunk, times its scale; a chunk begins a new block of rows."""
+    head, item = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    blocks = (chunk + ROWS - 1) // ROWS
+    number, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
+    row, channel = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    in_head = channel < HEAD_DIM
+    token = (number.to(tl.int64) * chunk + row)[:, None]
+    inside = (row < chunk)[:, None] & (token < tokens) & in_head[None, :]
+    x = widen(
+        tl.load(
+            v_ptr + item * item_stride + token * token_stride + head * head_stride + channel, mask=inside, other=0.0
+        )
+    )
+    of_chunk = (item * chunks + number) * HEADS + head
+    mean = tl.load(mean_ptr + of_chunk * HEAD_DIM + channel, mask=in_head, other=0.0)
+    codes = saturate_e4m3((x - mean[None, :]) * tl.load(scale_ptr + of_chunk))
+    tl.store(q_ptr + ((item * tokens + token) * HEADS + head) * HEAD_DIM + channel, codes, mask=inside)
+
+
+def quantize_values(
+    v: torch.Tensor, chunk: int, num_warps: int | None = None, unroll: int | None = None, rows: int | None = None,
+    cast_warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Launch `values_spread_kernel` and `quantize_values_kernel` on v [batch, tokens, heads, head_dim], not empty."""
+    v = v if v.stride(3) == 1 else v.contiguous()
+    batch, tokens, heads, head_dim = v.shape
+    chunks, rows = triton.cdiv(tokens, chunk), rows or VALUES_ROWS
+    scale = torch.empty((batch, chunks, heads), dtype=torch.float32, device=v.device)
+    mean = torch.empty((batch, chunks, heads, head_dim), dtype=torch.float32, device=v.device)
+    q = torch.empty(v.shape, dtype=torch.float8_e4m3fn, device=v.device)
+    sizes = {"HEADS": heads, "HEAD_DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim)}
+    strides = v.stride()[:3]
+    values_spread_kernel[(heads, chunks, batch)](
+        v, scale, mean, tokens, chunk, chunks, *strides, **sizes, ROWS=VALUE_ROWS, UNROLL=unroll or SPREAD_UNROLL,
+        num_warps=num_warps or SPREAD_NUM_WARPS, **EXACT_LAUNCH,
+    )  # fmt: skip
+    quantize_values_kernel[(heads, chunks * triton.cdiv(min(chunk, tokens), rows), batch)](
+        v, scale, mean, q, tokens, min(chunk, tokens), chunks, *strides, **sizes, ROWS=rows,
+        num_warps=cast_warps or VALUES_NUM_WARPS, **EXACT_LAUNCH,
+    )  # fmt: skip
+    return q, scale, mean
 
 
 def quantize_heads(
@@ -109,7 +228,7 @@ def quantize_heads(
 
 
 def heads_amax(x: torch.Tensor, rows_per_program: int | None = None, block: int = 16) -> torch.Tensor:
-    """Launch `heads_amax_kernel` on x [..., heads, head_dim] -> float32 [heads]; a NaN is larger than any number."""
+    """Launch `heads_amax_kernel` on x [..., heads, head_dim] -> float32 [heads]; NaN and inf are left out."""
     rows, heads, head_dim = _rows_of_heads(x), *x.shape[-2:]
     amax = torch.zeros(heads, dtype=torch.int32, device=x.device)
     step = rows_per_program or AMAX_ROWS
