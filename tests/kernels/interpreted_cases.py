@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from h3opt.bench.kernel_inputs import differing
-from h3opt.kernels.ops import attention
+from h3opt.kernels.ops import attention, hopper_attention
 from h3opt.kernels.triton_kernels import attention as attention_triton
-from h3opt.kernels.triton_kernels import device, norm, quantize, resample, rope, swiglu, wide_norm
+from h3opt.kernels.triton_kernels import attention_tiles, device, norm, quantize, resample, rope, swiglu, wide_norm
 from h3opt.kernels.triton_kernels.device import reciprocal_approx as exact_reciprocal
 from h3opt.metrics.bits import relative_error
 from tests.kernels import cuda_order
@@ -315,6 +315,22 @@ def test_resample_mutant_that_zeros_the_ends_is_seen():
     zeroed = torch.cat([torch.zeros(1, 2, 3), x, torch.zeros(1, 2, 3)], dim=-1)
     wrong = resample.upsample_snake(zeroed, taps, ones, ones)[..., 3:-3]
     assert differing(wrong, cuda_order.upsample_snake(x, taps, ones, ones)) > 0
+
+
+def random_codes(shape, seed):
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return codes.view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("tokens", (1, 63, 64, 65, 127, 129, 300))
+def test_attention_tiles(tokens):
+    q, v = random_codes((2, tokens, 3, 128), 0), random_codes((2, tokens, 3, 128), 1)
+    k = random_codes((2, 301 - tokens, 3, 128), 2)
+    for_query, for_key = hopper_attention.QUERY_ROWS, hopper_attention.KEY_ROWS
+    q_tiles, k_tiles = attention_tiles.row_tiles(q, k, for_query, for_key)
+    assert torch.equal(q_tiles, hopper_attention.row_tiles_definition(q, for_query))
+    assert torch.equal(k_tiles, hopper_attention.row_tiles_definition(k, for_key))
+    assert torch.equal(attention_tiles.value_tiles(v), hopper_attention.value_tiles_definition(v))
 
 
 # --- planted mutants: a comparison that cannot fail proves nothing ------------------------------------------------
