@@ -28,7 +28,7 @@ def compiler():
     return library
 
 
-def kernel_of(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> nvrtc.Kernel:
+def kernel_of(text: str, folder: Path) -> nvrtc.Kernel:
     """A kernel of a source of one's own."""
     kernel = nvrtc.Kernel("source.cu", "f", "sm_90a", threads=32, shared_bytes=0)
     kernel.source = folder / "source.cu"
@@ -45,8 +45,8 @@ def test_the_attention_kernel_compiles_to_128_registers_and_no_local_memory(comp
     assert hopper_attention.missing(H200) is None
 
 
-def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words(compiler, tmp_path, monkeypatch):
-    kernel = kernel_of('extern "C" __global__ void f() { undeclared(); }', tmp_path, monkeypatch)
+def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words(compiler, tmp_path):
+    kernel = kernel_of('extern "C" __global__ void f() { undeclared(); }', tmp_path)
     with pytest.raises(DeviceError, match='identifier "undeclared" is undefined'):
         _ = kernel.compiled
     assert "undeclared" in kernel.missing
@@ -58,7 +58,7 @@ def test_a_missing_package_is_a_reason(monkeypatch, tmp_path):
 
     monkeypatch.setattr(importlib, "import_module", not_installed)
     nvrtc._bindings.cache_clear()
-    kernel = kernel_of("", tmp_path, monkeypatch)
+    kernel = kernel_of("", tmp_path)
     with pytest.raises(MissingDependencyError, match="pip install cuda-bindings"):
         _ = kernel.compiled
     assert "cuda-bindings" in kernel.missing

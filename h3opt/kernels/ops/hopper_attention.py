@@ -51,9 +51,9 @@ def hopper_fp8_attention(
     """Softmax attention on e4m3 codes: q [batch, queries, heads, 128], k and v [batch, keys, heads, 128] -> q's shape.
 
     The result is bf16. q and k were multiplied by q_scale and k_scale, float32 [heads]. v is what differed from the
-    mean over all keys, multiplied by v_scale, float32 [batch, 1, heads]. v_mean, float32 [batch, 1, heads, 128], is added
-    to the result: the mean over keys of v - codes / v_scale, so the mean that was subtracted and that of the rounding
-    errors.
+    mean over all keys, multiplied by v_scale, float32 [batch, 1, heads]. v_mean, float32 [batch, 1, heads, 128], is
+    added to the result: the mean over keys of v - codes / v_scale, so the mean that was subtracted and that of the
+    rounding errors.
 
     A NaN in a query stays in that row and head; a NaN in k makes the results of the head NaN, a NaN in v those of the
     channel of that head. ``out`` is a contiguous result to write into. The work is put on torch's current stream, and
