@@ -67,7 +67,7 @@ def cast_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cast_values(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of v minus its mean over tokens, their scale [batch, 1, heads] and what the codes do not hold of the mean."""
+    """Codes of v minus its mean over tokens, their scale [batch, 1, heads] and the mean of what the codes do not hold."""
     v = v.float()
     centred = v - v.mean(1, keepdim=True)
     amax = torch.where(centred.isfinite(), centred, torch.zeros_like(v)).abs().amax((1, 3))
@@ -159,7 +159,7 @@ def test_nan_in_a_query_stays_in_that_row_and_head(place):
     assert found[0, place, 1].isnan().all()
     found[0, place, 1] = clean[0, place, 1]
     assert found.isfinite().all()
-    # Rows that share the warp with the NaN take the slow path, which may choose another reference for P: close, not equal.
+    # Rows that share the warp with the NaN take the slow path, which may choose another reference for P: close only.
     assert torch.equal(found[:, :, ::2], clean[:, :, ::2]) and relative(found, clean.double()) < 0.06
 
 
