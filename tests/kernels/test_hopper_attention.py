@@ -67,7 +67,7 @@ def cast_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cast_values(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of v minus its mean over tokens, their scale [batch, 1, heads] and the mean of what the codes do not hold."""
+    """Codes of v minus its mean over tokens, scale [batch, 1, heads], and the mean of what the codes do not hold."""
     v = v.float()
     centred = v - v.mean(1, keepdim=True)
     amax = torch.where(centred.isfinite(), centred, torch.zeros_like(v)).abs().amax((1, 3))
