@@ -317,20 +317,13 @@ def test_resample_mutant_that_zeros_the_ends_is_seen():
     assert differing(wrong, cuda_order.upsample_snake(x, taps, ones, ones)) > 0
 
 
-def random_codes(shape, seed):
-    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    return codes.view(torch.float8_e4m3fn)
-
-
 @pytest.mark.parametrize("tokens", (1, 63, 64, 65, 127, 129, 300))
-def test_attention_tiles(tokens):
-    q, v = random_codes((2, tokens, 3, 128), 0), random_codes((2, tokens, 3, 128), 1)
-    k = random_codes((2, 301 - tokens, 3, 128), 2)
-    for_query, for_key = hopper_attention.QUERY_ROWS, hopper_attention.KEY_ROWS
-    q_tiles, k_tiles = attention_tiles.row_tiles(q, k, for_query, for_key)
-    assert torch.equal(q_tiles, hopper_attention.row_tiles_definition(q, for_query))
-    assert torch.equal(k_tiles, hopper_attention.row_tiles_definition(k, for_key))
-    assert torch.equal(attention_tiles.value_tiles(v), hopper_attention.value_tiles_definition(v))
+@pytest.mark.parametrize("heads", (1, 3, 4))
+def test_attention_tiles(tokens, heads):
+    random = torch.Generator().manual_seed(tokens)
+    codes = torch.randint(0, 256, (2, tokens, heads, 128), dtype=torch.uint8, generator=random)
+    codes = codes.view(torch.float8_e4m3fn)
+    assert torch.equal(attention_tiles.value_tiles(codes), hopper_attention.value_tiles_definition(codes))
 
 
 # --- planted mutants: a comparison that cannot fail proves nothing ------------------------------------------------

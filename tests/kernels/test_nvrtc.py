@@ -41,7 +41,7 @@ def test_the_attention_kernel_compiles_to_128_registers_and_no_local_memory(comp
     assert code.startswith(b"\x7fELF") and b"fp8_attention" in code
     assert re.search(r"\b0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", log), log
     assert re.search(r"Used 128 registers", log), log  # of 65,536 with 512 threads; setmaxnreg then moves them
-    assert "warning" not in log, log
+    assert "warning" not in log and "setmaxnreg" not in log, log
     assert hopper_attention.missing(H200) is None
 
 
@@ -112,13 +112,3 @@ def test_value_tiles_hold_each_code_where_the_kernels_source_says():
         for channel in (0, 1, 7, 8, 77, 127):
             place = 128 * channel + ((16 * h + 4 * q + 2 * b + e) ^ (16 * (channel % 8)))
             assert tile[place] == codes[0, key, 0, channel]
-
-
-def test_row_tiles_hold_each_code_where_the_kernels_source_says():
-    codes = torch.arange(70 * 128, dtype=torch.int32).remainder(251).to(torch.uint8).view(1, 70, 1, 128)
-    tiles = hopper_attention.row_tiles_definition(codes.view(torch.float8_e4m3fn), 64)[0, 0]
-    assert tiles.shape == (2, 64, 128) and not tiles[1, 6:].any()
-    for token in (0, 1, 7, 8, 63, 64, 69):
-        row = token % 64
-        for channel in (0, 15, 16, 77, 127):
-            assert tiles[token // 64].flatten()[128 * row + (channel ^ (16 * (row % 8)))] == codes[0, token, 0, channel]

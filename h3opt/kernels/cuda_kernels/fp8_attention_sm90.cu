@@ -4,14 +4,13 @@
 // runs in the tensor cores for FLUSH_BLOCKS blocks of keys only; then it is added to a float32 sum. That sum lies in
 // shared memory, each thread's own 64 values: the registers of three groups of query rows have no room for it.
 //
-// Operands lie in global memory as the shared-memory images that wgmma reads, so plain bulk copies load them:
-//   q  [batch][head][ceil(queries/64)][64 rows × 128 B]   rows are queries, bytes are channels
-//   k  [batch][head][ceil(keys/128)][128 rows × 128 B]    rows are keys, bytes are channels
+// q [batch][queries][heads][128] and k [batch][keys][heads][128] are read through tensor maps, which fill rows past the
+// last token with zeros. v lies in global memory as the shared-memory image that wgmma reads, so plain bulk copies load it:
 //   v  [batch][head][ceil(keys/128)][128 rows × 128 B]    rows are channels, bytes are keys, in the order below
-// In each image byte x of row r lies at  128·r + (x ^ 16·(r mod 8))  (128-byte swizzle). Rows or keys past the last token
-// are zero. Within 32 keys of a block, byte 16·h + 4·q + 2·b + e of v holds key 16·h + 8·b + 2·q + e (h, b, e < 2,
-// q < 4): the order in which the registers of q·kᵀ, packed four to a register, feed P·V without any exchange of data.
-// h3opt/kernels/triton_kernels/attention_tiles.py writes these images.
+// In each image byte x of row r lies at  128·r + (x ^ 16·(r mod 8)): the 128-byte swizzle, which the tensor maps apply to q
+// and k. Keys past the last one are zero. Within 32 keys of a block, byte 16·h + 4·q + 2·b + e of v holds key
+// 16·h + 8·b + 2·q + e (h, b, e < 2, q < 4): the order in which the registers of q·kᵀ, packed four to a register, feed P·V
+// without any exchange of data. h3opt/kernels/triton_kernels/attention_tiles.py writes v so.
 //
 // NVRTC compiles this file (h3opt/kernels/cuda_kernels/nvrtc.py), so it includes no header.
 //
@@ -35,15 +34,19 @@ constexpr int Q_BYTES = ROWS * HEAD;
 constexpr int KV_BYTES = KEYS * HEAD;
 constexpr int V_STAGE = KV_BYTES + 8 * KEYS;  // v and eight channels of ones, which sum P
 constexpr int SUM_BYTES = ROWS * HEAD * 4;
-constexpr int OUT_BYTES = HEAD * 2;         // of an output row
+constexpr int OUT_BYTES = HEAD * 2;        // of an output row
 constexpr int OUT_PITCH = OUT_BYTES + 16;  // of a staged output row: the 16 spread rows over the banks
 
 // P = exp2(logit - reference + P_SHIFT). The reference is a maximum of the row when it is set and stays until a P reaches
 // e4m3's largest value, which shows in the packed bytes. So no maximum is searched for in most blocks.
-constexpr float P_SHIFT = 5.9f;                      // just below a power of two, where e4m3's steps are relatively small
+constexpr float P_SHIFT = 5.9f;  // just below a power of two, where e4m3's steps are relatively small
 constexpr uint32_t ONE = 0x38383838, NEAR = 0x02020202, FULL = 0x80808080;  // bytes: 1.0; 0x7e (448) + NEAR sets FULL
 
-constexpr float LOGIT_UNIT = 1.4426950408889634f / 11.313708498984761f;  // log2(e) / √HEAD: logits are powers of two
+constexpr float LOGIT_UNIT = 1.4426950408889634f / 11.313708498984761f;  // log2(e) / √HEAD: exp2 of it is exp of a logit
+
+struct alignas(64) TensorMap {  // as the driver encodes it
+    uint64_t words[16];
+};
 
 __device__ __forceinline__ uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
@@ -66,6 +69,12 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, int phase) {
 __device__ __forceinline__ void copy_in(uint32_t to, const void *from, int bytes, uint32_t bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
+}
+// Rows from `row` on of one head, as many as the map's box has.
+__device__ __forceinline__ void copy_rows(uint32_t to, const TensorMap &map, int head, int row, int batch, uint32_t bar) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6];"
+                 ::"r"(to), "l"(&map), "r"(0), "r"(head), "r"(row), "r"(batch), "r"(bar) : "memory");
 }
 // ---- wgmma -----------------------------------------------------------------------------------------------------------
 // Descriptor of a K-major operand with the 128-byte swizzle: groups of eight rows are 1,024 bytes apart.
@@ -234,13 +243,15 @@ static_assert(Layout::bytes == 225384, "h3opt/kernels/ops/hopper_attention.py la
 // logits of one half and P of two fit its 160 registers a thread: P·V of one half runs under the exponentials of the next,
 // and the groups fill each other's waits. The exponentials (special-function unit) are what limits the speed.
 //
+// The tensor maps have boxes of GROUPS · ROWS rows of q and of KEYS rows of k, of one head each.
 // The grid is (ceil(queries / 192), heads, batch), and a block has 512 threads and Layout::bytes of dynamic shared memory.
 // The codes of q, k and v are the values times their scales: q_scale and k_scale [heads], v_scale [batch][heads].
 // v_mean [batch][heads][128] is added to the result: the mean over keys of v - codes / v_scale, so the mean that was taken
 // from v before it was quantized, and that of the rounding errors. out [batch][queries][heads][128] is bf16.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
-    fp8_attention(const uint8_t *q_tiles, const uint8_t *k_tiles, const uint8_t *v_tiles, const float *q_scale,
-                  const float *k_scale, const float *v_scale, const float *v_mean, uint8_t *out, int queries, int keys) {
+    fp8_attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+                  const uint8_t *v_tiles, const float *q_scale, const float *k_scale, const float *v_scale,
+                  const float *v_mean, uint8_t *out, int queries, int keys) {
     using L = Layout;
     extern __shared__ uint8_t raw[];
     uint8_t *memory = raw + (1024 - (shared_address(raw) & 1023)) % 1024;
@@ -250,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     const auto free_k = [&](int s) { return bars + 8 * (2 * STAGES + s); };
     const auto free_v = [&](int s) { return bars + 8 * (3 * STAGES + s); };
     const uint32_t full_q = bars + 8 * 4 * STAGES;
-    const int blocks = (keys + KEYS - 1) / KEYS, tiles = (queries + ROWS - 1) / ROWS;
+    const int blocks = (keys + KEYS - 1) / KEYS;
     const int heads = gridDim.y, head = blockIdx.y, batch = blockIdx.z, slice = batch * heads + head;
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
@@ -271,20 +282,19 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 128 * GROUPS) {
             barrier_expect(full_q, GROUPS * Q_BYTES);
-            for (int g = 0; g < GROUPS; g++) {  // groups past the last token compute the last tile, and store nothing
-                const int tile = min((int)blockIdx.x * GROUPS + g, tiles - 1);
-                copy_in(base + L::q + g * Q_BYTES, q_tiles + ((size_t)slice * tiles + tile) * Q_BYTES, Q_BYTES, full_q);
-            }
-            const auto load = [&](uint32_t to, const uint8_t *from, uint32_t full, uint32_t free, int phase) {
+            copy_rows(base + L::q, q_map, head, blockIdx.x * GROUPS * ROWS, batch, full_q);
+            const auto expect = [&](uint32_t full, uint32_t free, int phase) {
                 barrier_wait(free, phase ^ 1);
                 barrier_expect(full, KV_BYTES);
-                copy_in(to, from, KV_BYTES, full);
             };
             int stage = 0, phase = 0;
             for (int n = 0; n < blocks; n++) {  // from the last block, which alone may need masking, to the first
-                const size_t at = ((size_t)slice * blocks + (blocks - 1 - n)) * KV_BYTES;
-                load(base + L::k + stage * KV_BYTES, k_tiles + at, full_k(stage), free_k(stage), phase);
-                load(base + L::v + stage * V_STAGE, v_tiles + at, full_v(stage), free_v(stage), phase);
+                const int block = blocks - 1 - n;
+                expect(full_k(stage), free_k(stage), phase);
+                copy_rows(base + L::k + stage * KV_BYTES, k_map, head, block * KEYS, batch, full_k(stage));
+                expect(full_v(stage), free_v(stage), phase);
+                copy_in(base + L::v + stage * V_STAGE, v_tiles + ((size_t)slice * blocks + block) * KV_BYTES, KV_BYTES,
+                        full_v(stage));
                 if (++stage == STAGES) stage = 0, phase ^= 1;
             }
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,10 @@ class Kernel:
         options = (f"--gpu-architecture={self.architecture}", "--std=c++17", "--ptxas-options=-v")
         return _compile(self.source, options)
 
-    def launch(self, grid: tuple[int, int, int], *arguments: Tensor | int) -> None:
-        """Launch on the current stream of the first tensor's device; tensors are passed as pointers, numbers as int32.
+    def launch(self, grid: tuple[int, int, int], *arguments: Tensor | int | RowsOfHeads) -> None:
+        """Launch on the current stream of the first tensor's device.
+
+        Tensors are passed as pointers, numbers as int32, and `RowsOfHeads` as tensor maps.
 
         Raises:
             MissingDependencyError: as `compiled`.
@@ -65,14 +68,13 @@ class Kernel:
         """
         driver = _bindings("driver")
         device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
-        values = tuple(argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments)
-        types = tuple(ctypes.c_void_p if isinstance(argument, Tensor) else ctypes.c_int32 for argument in arguments)
-        stream = torch.cuda.current_stream(device)
+        stream = torch.cuda.current_stream(device).cuda_stream
         context, function = self._on(device)
         _check(driver, driver.cuCtxPushCurrent(context))
         try:
+            values, types = zip(*map(_packed, arguments), strict=True)
             launched = driver.cuLaunchKernel(
-                function, *grid, self.threads, 1, 1, self.shared_bytes, stream.cuda_stream, (values, types), 0
+                function, *grid, self.threads, 1, 1, self.shared_bytes, stream, (values, types), 0
             )
             _check(driver, launched)
         finally:
@@ -94,6 +96,46 @@ class Kernel:
                 _check(driver, driver.cuCtxPopCurrent())
             self._loaded[device.index] = context, function
         return self._loaded[device.index]
+
+
+@dataclass(frozen=True)
+class RowsOfHeads:
+    """Boxes of rows of one head, which Hopper's copy engine (TMA) loads with the 128-byte swizzle.
+
+    Attributes:
+        data: contiguous [batch, tokens, heads, 128] of one byte each; rows past the last token are loaded as zeros.
+        rows: tokens of a box, 256 at most.
+    """
+
+    data: Tensor
+    rows: int
+
+    def tensor_map(self) -> Any:
+        """The description that a kernel takes. A device's context must be current."""
+        driver, (batch, tokens, heads, width) = _bindings("driver"), self.data.shape
+        sizes, box = (width, heads, tokens, batch), (width, 1, self.rows, 1)
+        steps = (width, width * heads, width * heads * tokens)  # in bytes, from the second dimension on
+        encoded = driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            len(sizes),
+            self.data.data_ptr(),
+            [driver.cuuint64_t(size) for size in sizes],
+            [driver.cuuint64_t(step) for step in steps],
+            [driver.cuuint32_t(size) for size in box],
+            [driver.cuuint32_t(1)] * len(sizes),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        return _check(driver, encoded)
+
+
+def _packed(argument: Tensor | int | RowsOfHeads) -> tuple[Any, Any]:
+    """A kernel argument and its C type; a tensor map is copied from where it lies, which has no type."""
+    if isinstance(argument, RowsOfHeads):
+        return argument.tensor_map(), None
+    return (argument.data_ptr(), ctypes.c_void_p) if isinstance(argument, Tensor) else (argument, ctypes.c_int32)
 
 
 def _compile(source: Path, options: tuple[str, ...]) -> tuple[bytes, str]:

@@ -1,4 +1,4 @@
-"""FP8 attention of our own for Hopper: operands packed as tiles, then `cuda_kernels/fp8_attention_sm90.cu`.
+"""FP8 attention of our own for Hopper: V packed as tiles, then `cuda_kernels/fp8_attention_sm90.cu`.
 
 Hopper's FP8 tensor cores keep about 14 bits of a sum. This kernel lets them sum 512 keys at most and adds those sums in
 float32, so all keys are one chunk: V enters as what differs from its mean over all keys, and the mean is added to the
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from h3opt.device import Device
 from h3opt.errors import DeviceError
-from h3opt.kernels.cuda_kernels.nvrtc import Kernel
+from h3opt.kernels.cuda_kernels.nvrtc import Kernel, RowsOfHeads
 from h3opt.kernels.ops.registry import E4M3, launch
 
 HEAD_DIM = 128
 
 
-QUERY_ROWS, KEY_ROWS = 64, 128
-"""Rows of a tile of q, and of a tile of k or v."""
+QUERIES = 192
+"""Query rows of a block of threads: 64 for each of three groups of threads."""
 
 
-QUERIES_PER_BLOCK = 192
-"""Query rows of a block of threads: three groups of threads with a tile each."""
+KEYS = 128
+"""Keys that a block of threads loads at a time."""
 
 
 KERNEL = Kernel("fp8_attention_sm90.cu", "fp8_attention", "sm_90a", threads=512, shared_bytes=225_384)
@@ -79,11 +79,10 @@ def hopper_fp8_attention(
         return out
     if not keys:
         raise DeviceError("Attention over no keys has no value. Give k and v at least one token.")
-    q_tiles, k_tiles = launch("attention_tiles", "row_tiles", q, k, QUERY_ROWS, KEY_ROWS)
-    v_tiles = launch("attention_tiles", "value_tiles", v)
-    grid = (-(-queries // QUERIES_PER_BLOCK), heads, batch)
+    q, k, v_tiles = q.contiguous(), k.contiguous(), launch("attention_tiles", "value_tiles", v)
     floats = [operand.contiguous() for operand in (q_scale, k_scale, v_scale, v_mean)]
-    KERNEL.launch(grid, q_tiles, k_tiles, v_tiles, *floats, out, queries, keys)
+    grid = (-(-queries // QUERIES), heads, batch)
+    KERNEL.launch(grid, RowsOfHeads(q, QUERIES), RowsOfHeads(k, KEYS), v_tiles, *floats, out, queries, keys)
     return out
 
 
@@ -94,34 +93,16 @@ def _check(name: str, operand: Tensor, dtype: torch.dtype, shape: tuple[int, ...
         raise DeviceError(f"hopper attention takes {name} as {dtype} {list(shape)}, not {found}. Name another backend.")
 
 
-def row_tiles_definition(x: Tensor, rows: int) -> Tensor:
-    """Tiles of ``rows`` tokens of q or k: codes [batch, tokens, heads, 128] -> uint8 [batch, heads, tiles, rows, 128].
-
-    Rows past the last token are zero. The 16-byte pieces of each row are swizzled.
-    """
-    return _swizzled(_blocks(x, rows))
-
-
 def value_tiles_definition(v: Tensor) -> Tensor:
     """Tiles of 128 keys of v: codes [batch, keys, heads, 128] -> uint8 [batch, heads, tiles, 128, 128].
 
-    Rows are channels. Keys past the last one are zero. Within each 16 keys, byte 4·q + 2·b + e is key 8·b + 2·q + e
-    (q < 4; b, e < 2): the order in which threads hold the probabilities that the tensor cores multiply these with.
+    Rows are channels, swizzled in pieces of 16 keys. Keys past the last one are zero. Within a piece, byte
+    4·q + 2·b + e is key 8·b + 2·q + e (q < 4; b, e < 2): the order in which threads hold the probabilities that the
+    tensor cores multiply these with.
     """
-    channels = _blocks(v, KEY_ROWS).transpose(-1, -2)
-    keys = channels.unflatten(-1, (KEY_ROWS // 16, 2, 4, 2))  # [..., 16 keys, b, q, e]
-    return _swizzled(keys.transpose(-2, -3).flatten(-4))
-
-
-def _blocks(x: Tensor, rows: int) -> Tensor:
-    """Codes [batch, tokens, heads, 128] -> uint8 [batch, heads, blocks, rows, 128], zero past the last token."""
-    codes = x.view(torch.uint8).transpose(1, 2)
-    return F.pad(codes, (0, 0, 0, -codes.shape[2] % rows)).unflatten(2, (-1, rows))
-
-
-def _swizzled(tile: Tensor) -> Tensor:
-    """Exchange the 16-byte pieces of each row: piece p of row r goes to p ^ (r mod 8). uint8 [..., rows, 128]."""
-    pieces = tile.unflatten(-1, (8, 16))
-    row = torch.arange(tile.shape[-2], device=tile.device)[:, None]
-    source = torch.arange(8, device=tile.device) ^ row % 8
+    codes = v.view(torch.uint8).permute(0, 2, 3, 1)
+    channels = F.pad(codes, (0, -codes.shape[-1] % KEYS)).unflatten(-1, (-1, KEYS)).transpose(2, 3)
+    keys = channels.unflatten(-1, (KEYS // 16, 2, 4, 2))  # [..., 16 keys, b, q, e]
+    pieces = keys.transpose(-2, -3).flatten(-3)  # [..., channel, 8 pieces, 16]: piece p goes to p ^ (channel mod 8)
+    source = torch.arange(8, device=v.device) ^ torch.arange(HEAD_DIM, device=v.device)[:, None] % 8
     return pieces.gather(-2, source[..., None].expand(pieces.shape)).flatten(-2)
