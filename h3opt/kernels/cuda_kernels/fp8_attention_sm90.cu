@@ -5,18 +5,19 @@
 // shared memory, each thread's own 64 values: the registers of three groups of query rows have no room for it.
 //
 // q [batch][queries][heads][128] and k [batch][keys][heads][128] are read through tensor maps, which fill rows past the
-// last token with zeros. v lies in global memory as the shared-memory image that wgmma reads, so plain bulk copies load it:
+// last token with zeros. v lies in global memory as the shared-memory image that wgmma reads, so plain bulk copies load
+// it:
 //   v  [batch][head][ceil(keys/128)][128 rows × 128 B]    rows are channels, bytes are keys, in the order below
-// In each image byte x of row r lies at  128·r + (x ^ 16·(r mod 8)): the 128-byte swizzle, which the tensor maps apply to q
-// and k. Keys past the last one are zero. Within 32 keys of a block, byte 16·h + 4·q + 2·b + e of v holds key
-// 16·h + 8·b + 2·q + e (h, b, e < 2, q < 4): the order in which the registers of q·kᵀ, packed four to a register, feed P·V
+// In each image byte x of row r lies at  128·r + (x ^ 16·(r mod 8)): the 128-byte swizzle, which the tensor maps apply
+// to q and k. Keys past the last one are zero. Within 32 keys of a block, byte 16·h + 4·q + 2·b + e of v holds key 16·h
+// + 8·b + 2·q + e (h, b, e < 2, q < 4): the order in which the registers of q·kᵀ, packed four to a register, feed P·V
 // without any exchange of data. h3opt/kernels/triton_kernels/attention_tiles.py writes v so.
 //
 // NVRTC compiles this file (h3opt/kernels/cuda_kernels/nvrtc.py), so it includes no header.
 //
-// A NaN in a query stays in that row and head. A NaN among the keys makes the head NaN, and a NaN in v the channel of that
-// head: 0 · NaN is NaN in the tensor cores too. A NaN probability, code 0x7f, counts as one that does not fit (FULL below):
-// its warp then takes the slow path, which leaves it NaN.
+// A NaN in a query stays in that row and head. A NaN among the keys makes the head NaN, and a NaN in v the channel of
+// that head: 0 · NaN is NaN in the tensor cores too. A NaN probability, code 0x7f, counts as one that does not fit
+// (FULL below): its warp then takes the slow path, which leaves it NaN.
 
 using uint8_t = unsigned char;
 using uint32_t = unsigned int;
@@ -37,12 +38,12 @@ constexpr int SUM_BYTES = ROWS * HEAD * 4;
 constexpr int OUT_BYTES = HEAD * 2;        // of an output row
 constexpr int OUT_PITCH = OUT_BYTES + 16;  // of a staged output row: the 16 spread rows over the banks
 
-// P = exp2(logit - reference + P_SHIFT). The reference is a maximum of the row when it is set and stays until a P reaches
-// e4m3's largest value, which shows in the packed bytes. So no maximum is searched for in most blocks.
+// P = exp2(logit - reference + P_SHIFT). The reference is a maximum of the row when it is set and stays until a P
+// reaches e4m3's largest value, which shows in the packed bytes. So no maximum is searched for in most blocks.
 constexpr float P_SHIFT = 5.9f;  // just below a power of two, where e4m3's steps are relatively small
 constexpr uint32_t ONE = 0x38383838, NEAR = 0x02020202, FULL = 0x80808080;  // bytes: 1.0; 0x7e (448) + NEAR sets FULL
 
-constexpr float LOGIT_UNIT = 1.4426950408889634f / 11.313708498984761f;  // log2(e) / √HEAD: exp2 of it is exp of a logit
+constexpr float LOGIT_UNIT = 1.4426950408889634f / 11.313708498984761f;  // log2(e) / √HEAD: exp2 then gives the softmax
 
 struct alignas(64) TensorMap {  // as the driver encodes it
     uint64_t words[16];
@@ -50,7 +51,7 @@ struct alignas(64) TensorMap {  // as the driver encodes it
 
 __device__ __forceinline__ uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
-// ---- mbarriers -------------------------------------------------------------------------------------------------------
+// ---- mbarriers ------------------------------------------------------------------------------------------------------
 __device__ __forceinline__ void barrier_init(uint32_t bar, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
@@ -71,12 +72,13 @@ __device__ __forceinline__ void copy_in(uint32_t to, const void *from, int bytes
                  ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
 // Rows from `row` on of one head, as many as the map's box has.
-__device__ __forceinline__ void copy_rows(uint32_t to, const TensorMap &map, int head, int row, int batch, uint32_t bar) {
+__device__ __forceinline__ void copy_rows(uint32_t to, const TensorMap &map, int head, int row, int batch,
+                                          uint32_t bar) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4, %5}], [%6];"
                  ::"r"(to), "l"(&map), "r"(0), "r"(head), "r"(row), "r"(batch), "r"(bar) : "memory");
 }
-// ---- wgmma -----------------------------------------------------------------------------------------------------------
+// ---- wgmma ----------------------------------------------------------------------------------------------------------
 // Descriptor of a K-major operand with the 128-byte swizzle: groups of eight rows are 1,024 bytes apart.
 __device__ __forceinline__ uint64_t operand(uint32_t address) {
     return (uint64_t)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
@@ -88,11 +90,11 @@ constexpr uint64_t STEP = 32 >> 4;  // 32 bytes of depth a step, in the descript
 #define F32(d) F16(d, 0), F16(d, 16)
 #define F68(d) F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48), F4(d, 64)
 #define D32                                                                                                            \
-    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"    \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
     "%30,%31}"
 #define D68                                                                                                            \
-    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"    \
-    "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,"   \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
+    "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57," \
     "%58,%59,%60,%61,%62,%63,%64,%65,%66,%67}"
 
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -127,7 +129,7 @@ __device__ __forceinline__ void multiply_pv(float (&o)[68], const uint32_t (&p)[
     wgmma_commit();
 }
 
-// ---- softmax ---------------------------------------------------------------------------------------------------------
+// ---- softmax --------------------------------------------------------------------------------------------------------
 __device__ __forceinline__ float exp2_unit(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -240,13 +242,13 @@ static_assert(Layout::bytes == 225384, "h3opt/kernels/ops/hopper_attention.py la
 }  // namespace
 
 // One block of threads: GROUPS · 64 query rows of one head. Each group takes a block's keys in two halves, because the
-// logits of one half and P of two fit its 160 registers a thread: P·V of one half runs under the exponentials of the next,
-// and the groups fill each other's waits. The exponentials (special-function unit) are what limits the speed.
+// logits of one half and P of two fit its 160 registers a thread: P·V of one half runs under the exponentials of the
+// next, and the groups fill each other's waits. The exponentials (special-function unit) are what limits the speed.
 //
-// The tensor maps have boxes of GROUPS · ROWS rows of q and of KEYS rows of k, of one head each.
-// The grid is (ceil(queries / 192), heads, batch), and a block has 512 threads and Layout::bytes of dynamic shared memory.
-// The codes of q, k and v are the values times their scales: q_scale and k_scale [heads], v_scale [batch][heads].
-// v_mean [batch][heads][128] is added to the result: the mean over keys of v - codes / v_scale, so the mean that was taken
+// The tensor maps have boxes of GROUPS · ROWS rows of q and of KEYS rows of k, of one head each. The grid is
+// (ceil(queries / 192), heads, batch), and a block has 512 threads and Layout::bytes of dynamic shared memory. The
+// codes of q, k and v are the values times their scales: q_scale and k_scale [heads], v_scale [batch][heads]. v_mean
+// [batch][heads][128] is added to the result: the mean over keys of v - codes / v_scale, so the mean that was taken
 // from v before it was quantized, and that of the rounding errors. out [batch][queries][heads][128] is bf16.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     fp8_attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
@@ -361,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         wait_v();
         start_pv(p0, 0);
         wgmma_wait<0>(o);
-        for (int n = 1; n < blocks; n++) {  // at its top P of block n - 1 is ready, and the product of its first half done
+        for (int n = 1; n < blocks; n++) {  // at its top P of block n - 1 is ready, and its first half multiplied
             wait_k();
             start_qk(s0, 0);
             start_pv(p1, 1);
