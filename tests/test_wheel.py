@@ -61,7 +61,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_has_every_module_and_data_file(wheel: Path) -> None:
     packed = set(zipfile.ZipFile(wheel).namelist())
-    expected = {str(file.relative_to(ROOT)) for file in (ROOT / "h3opt").rglob("*") if file.suffix in (".py", ".html")}
+    inside = [file for file in (ROOT / "h3opt").rglob("*") if file.suffix in (".py", ".html", ".cu")]
+    expected = {str(file.relative_to(ROOT)) for file in inside}
     for folder in ("passes", "reference", "configs"):
         inside = [file for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".yaml", ".safetensors")]
         expected |= {f"h3opt/{file.relative_to(ROOT)}" for file in inside}

@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from h3opt.bench.kernel_inputs import differing
-from h3opt.kernels.ops import attention
+from h3opt.kernels.ops import attention, hopper_attention
 from h3opt.kernels.triton_kernels import attention as attention_triton
-from h3opt.kernels.triton_kernels import device, norm, quantize, resample, rope, swiglu, wide_norm
+from h3opt.kernels.triton_kernels import attention_tiles, device, norm, quantize, resample, rope, swiglu, wide_norm
 from h3opt.kernels.triton_kernels.device import reciprocal_approx as exact_reciprocal
 from h3opt.metrics.bits import relative_error
 from tests.kernels import cuda_order
@@ -434,6 +434,15 @@ def test_resample_mutant_that_zeros_the_ends_is_seen():
     zeroed = torch.cat([torch.zeros(1, 2, 3), x, torch.zeros(1, 2, 3)], dim=-1)
     wrong = resample.upsample_snake(zeroed, taps, ones, ones)[..., 3:-3]
     assert differing(wrong, cuda_order.upsample_snake(x, taps, ones, ones)) > 0
+
+
+@pytest.mark.parametrize("tokens", (1, 63, 64, 65, 127, 129, 300))
+@pytest.mark.parametrize("heads", (1, 3, 4))
+def test_attention_tiles(tokens, heads):
+    random = torch.Generator().manual_seed(tokens)
+    codes = torch.randint(0, 256, (2, tokens, heads, 128), dtype=torch.uint8, generator=random)
+    codes = codes.view(torch.float8_e4m3fn)
+    assert torch.equal(attention_tiles.value_tiles(codes), hopper_attention.value_tiles_definition(codes))
 
 
 # --- planted mutants: a comparison that cannot fail proves nothing ------------------------------------------------

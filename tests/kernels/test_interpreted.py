@@ -15,7 +15,9 @@ CASES = Path(__file__).with_name("interpreted_cases.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ("norm", "wide_norm", "quantize", "swiglu", "rope", "resample", "fp8_attention"))
+@pytest.mark.parametrize(
+    "family", ("norm", "wide_norm", "quantize", "swiglu", "rope", "resample", "fp8_attention", "attention_tiles")
+)
 def test_kernels_equal_the_cuda_order_reference_in_the_interpreter(family):
     run = subprocess.run(
         [
