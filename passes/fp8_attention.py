@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from h3opt.kernels.ops import attention
+from h3opt.kernels.ops.hopper_attention import HEAD_DIM
 from h3opt.pass_api import (
     Decline,
     Device,
@@ -50,19 +51,21 @@ class FP8Attention(GraphPass):
     apart and merged in float32, since FP8 tensor cores lose long sums (docs/fp8_attention.md).
 
     Options:
-        backend: fa3 (from a package, see what it says when missing) or triton; cudnn, which is not accurate on CUDA.
+        backend: hopper (h3opt's own kernel for SM90, heads of 128 channels), fa3 (needs the package fa3-fwd) or triton;
+            cudnn, which is not accurate on CUDA and declines there.
         scales: of Q and K, "bound" by the norm or "dynamic" from their largest value.
         smooth_k: subtract K's mean over tokens first, which softmax does not see; K's scale is then dynamic.
         rotate: transform Q and K by a Hadamard matrix, which leaves their products as they are and spreads channels
             that are larger than the rest; heads need a power of two of channels.
-        chunk: keys that the tensor cores sum before float32 takes over.
+        chunk: keys that the tensor cores sum before float32 takes over; by default what suits the backend. hopper takes
+            all keys as one chunk, as it adds up in float32 itself.
     """
 
     backend: str = "triton"
     scales: str = "bound"
     smooth_k: bool = False
     rotate: bool = False
-    chunk: int = attention.CHUNK
+    chunk: int | None = None
 
     name = "fp8_attention"
     promise = Perceptual(
@@ -79,12 +82,18 @@ class FP8Attention(GraphPass):
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed or type(getattr(self, name)) is not type(allowed[0]):
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        if type(self.chunk) is not int or self.chunk < 1:
+        if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 1):
             raise ValueError(f"chunk must be a positive number of keys, got {self.chunk!r}")
+        if self.chunk is not None and self.backend == "hopper":
+            raise ValueError("chunk must be left out with the backend hopper, which takes all keys as one chunk")
+
+    @property
+    def keys_per_chunk(self) -> int:
+        """The option ``chunk``, or what suits the backend."""
+        return attention.default_chunk(self.backend) if self.chunk is None else self.chunk
 
     def applies(self, device: Device, view: PipelineView) -> str | None:
-        reason = attention.missing(self.backend, device, fp8=True)
-        return reason
+        return attention.missing(self.backend, device, fp8=True)
 
     def rules(self) -> Sequence[Rule]:
         def in_fp8(x, k, v, shape, weight, k_weight, eps, cos, sin, dim, half, rotary, end, swap):
@@ -108,13 +117,15 @@ class FP8Attention(GraphPass):
         x = match.tensor("x")
         if self.rotate and x is not None and x.shape[-1].bit_count() != 1:
             return f"heads of {x.shape[-1]} channels, not a power of two, have no Hadamard transform"
+        if self.backend == "hopper" and x is not None and x.is_cuda and x.shape[-1] != HEAD_DIM:
+            return f"hopper attention is for heads of {HEAD_DIM} channels, not {x.shape[-1]}"
         return check_attention(match, "x", "k", "v") or check_head_norm_rope(match)
 
     def attention(self, query: Any, key: Any, v: Any, q_scale: Any, k_scale: Any) -> Any:
         q8, k8 = attention.quantize_heads(query, q_scale), attention.quantize_heads(key, k_scale)
-        values = attention.quantize_values(v, self.chunk)
+        values = attention.quantize_values(v, self.keys_per_chunk)
         v8, v_scale, v_mean = values[0], values[1], values[2]
-        scales = (q_scale, k_scale, v_scale, v_mean, self.chunk)
+        scales = (q_scale, k_scale, v_scale, v_mean, self.keys_per_chunk)
         return attention.fp8_attention(q8, k8, v8, *scales, v.dtype, self.backend)
 
     def expect(self, facts: GraphFacts) -> int | None:
@@ -177,8 +188,8 @@ def _arguments(draw: Draw) -> tuple[torch.Tensor, ...]:
 class _VStaysScaled(FP8Attention):
     def attention(self, query: Any, key: Any, v: Any, q_scale: Any, k_scale: Any) -> Any:
         q8, k8 = attention.quantize_heads(query, q_scale), attention.quantize_heads(key, k_scale)
-        values = attention.quantize_values(v, self.chunk)
-        scales = (q_scale, k_scale, aten.ones_like(values[1]), values[2], self.chunk)
+        values = attention.quantize_values(v, self.keys_per_chunk)
+        scales = (q_scale, k_scale, aten.ones_like(values[1]), values[2], self.keys_per_chunk)
         return attention.fp8_attention(q8, k8, values[0], *scales, v.dtype, self.backend)
 
 
@@ -186,9 +197,9 @@ class _VStaysScaled(FP8Attention):
 class _OneHeadOff(FP8Attention):
     def attention(self, query: Any, key: Any, v: Any, q_scale: Any, k_scale: Any) -> Any:
         q8, k8 = attention.quantize_heads(query, q_scale), attention.quantize_heads(key, k_scale)
-        values = attention.quantize_values(v, self.chunk)
+        values = attention.quantize_values(v, self.keys_per_chunk)
         first, others = aten.slice.Tensor(k_scale, 0, 0, 1), aten.slice.Tensor(k_scale, 0, 1, 2**31)
-        scales = (q_scale, aten.cat([first * 2.0, others]), values[1], values[2], self.chunk)
+        scales = (q_scale, aten.cat([first * 2.0, others]), values[1], values[2], self.keys_per_chunk)
         return attention.fp8_attention(q8, k8, values[0], *scales, v.dtype, self.backend)
 
 
@@ -196,8 +207,8 @@ class _OneHeadOff(FP8Attention):
 class _MeanIsLost(FP8Attention):
     def attention(self, query: Any, key: Any, v: Any, q_scale: Any, k_scale: Any) -> Any:
         q8, k8 = attention.quantize_heads(query, q_scale), attention.quantize_heads(key, k_scale)
-        values = attention.quantize_values(v, self.chunk)
-        scales = (q_scale, k_scale, values[1], aten.zeros_like(values[2]), self.chunk)
+        values = attention.quantize_values(v, self.keys_per_chunk)
+        scales = (q_scale, k_scale, values[1], aten.zeros_like(values[2]), self.keys_per_chunk)
         return attention.fp8_attention(q8, k8, values[0], *scales, v.dtype, self.backend)
 
 
@@ -208,9 +219,11 @@ class _ChunksCountAlike(FP8Attention):
     def attention(self, query: Any, key: Any, v: Any, q_scale: Any, k_scale: Any) -> Any:
         q8, k8 = attention.quantize_heads(query, q_scale), attention.quantize_heads(key, k_scale)
         halves = []
-        for start in (0, self.chunk):
-            values = attention.quantize_values(aten.slice.Tensor(v, 1, start, start + self.chunk), self.chunk)
-            keys = aten.slice.Tensor(k8, 1, start, start + self.chunk)
-            scales = (q_scale, k_scale, values[1], values[2], self.chunk)
+        for start in (0, self.keys_per_chunk):
+            values = attention.quantize_values(
+                aten.slice.Tensor(v, 1, start, start + self.keys_per_chunk), self.keys_per_chunk
+            )
+            keys = aten.slice.Tensor(k8, 1, start, start + self.keys_per_chunk)
+            scales = (q_scale, k_scale, values[1], values[2], self.keys_per_chunk)
             halves.append(attention.fp8_attention(q8, keys, values[0], *scales, v.dtype, self.backend))
         return (halves[0] + halves[1]) * 0.5

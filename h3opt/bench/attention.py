@@ -1,12 +1,13 @@
 """How far attention is from exact arithmetic, by kind of data and length, in every library; and how fast it is.
 
 FP8 tensor cores of Hopper keep about 14 bits of a sum. Whether that shows depends on the data: see
-:mod:`h3opt.kernels.data_kinds`. The errors are relative, against float64 attention of the unquantized operands on
-sampled queries. The limit that they are divided by is what the number format costs by itself: e4m3 operands and
-probabilities, an output in bfloat16, and sums in float64.
+:mod:`h3opt.kernels.data_kinds`. Errors are relative to float64 attention of the unquantized operands, on sampled
+queries. The *limit* of a variant is the error of its quantized operands in float64 arithmetic, with the result rounded
+to bfloat16 as every variant must: what the number format costs by itself. Probabilities are not rounded for the limit.
 
-Variants are named by their library. ``one call`` attends to all keys in one sum, as libraries are usually called;
-``chunked`` is h3opt's: V without the mean of each chunk of keys, and the chunks' results merged in float32.
+Variants are named by their library. ``one call`` attends to all keys in one sum, as libraries are usually called.
+``chunked`` takes from V the mean of each chunk of keys, and merges the results of the chunks in float32. ``hopper`` is
+h3opt's own kernel, which takes from V the mean of all keys and adds up in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from torch import Tensor
 from h3opt.bench.harness import Progress
 from h3opt.device import Device
 from h3opt.environment import versions
-from h3opt.kernels import OPERATORS
 from h3opt.kernels.data_kinds import ATTENTION_KINDS, draw_attention
 from h3opt.kernels.ops import attention
 from h3opt.kernels.ops.definition_trials import attention_exact, quantized_operands
@@ -31,9 +31,6 @@ from h3opt.metrics.bits import relative_error
 
 TOKENS = (2048, 19456, 38400, 104192)
 HEAD_DIM = 128
-CHUNK = 3072
-"""Keys a chunk: 2400 to 3300 measured best on an H200, at 1.10 times the time of one call."""
-
 _ERROR_HEADS, _SPEED_HEADS, _QUERIES = 4, 56, 256
 
 
@@ -43,22 +40,22 @@ class AttentionError:
 
     Attributes:
         variant, kind, tokens: which.
+        limit: the error of the variant's operands in exact arithmetic, with a bfloat16 result.
         error: relative error on sampled queries, ``None`` if the library failed.
-        limit: the error that the number format alone costs.
         failure: why there is no error.
     """
 
     variant: str
     kind: str
     tokens: int
-    limit: float
+    limit: float | None = None
     error: float | None = None
     failure: str | None = None
 
     @property
     def ratio(self) -> float | None:
         """``error / limit``."""
-        return self.error / self.limit if self.error is not None else None
+        return self.error / self.limit if self.error is not None and self.limit else None
 
 
 @dataclass
@@ -85,7 +82,7 @@ class AttentionBench:
     @property
     def title(self) -> str:
         return (
-            f"{self.device}: attention with heads of {self.head_dim}; error over limit on {self.error_heads} heads, "
+            f"{self.device}: attention with heads of {self.head_dim}; error (over limit) on {self.error_heads} heads, "
             f"TFLOP/s on {self.speed_heads}"
         )
 
@@ -95,7 +92,7 @@ class AttentionBench:
         return {**asdict(self), "errors": errors, "versions": versions()}
 
     def markdown(self) -> str:
-        """A table per length: a row per kind with the limit, and the error over it of every variant."""
+        """A table per length: a row per kind, with the error of every variant and, in brackets, that over its limit."""
         return "\n\n".join(
             f"{tokens} tokens\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in _ruled(self._rows(tokens)))
             for tokens in self._lengths()
@@ -119,14 +116,12 @@ class AttentionBench:
         here = [one for one in self.errors if one.tokens == tokens]
         variants = list(dict.fromkeys(one.variant for one in here))
         found = {(one.kind, one.variant): one for one in here}
-        rows = [["kind", "limit", *variants]]
+        rows = [["kind", *variants]]
         for kind in dict.fromkeys(one.kind for one in here):
-            limit = next(one.limit for one in here if one.kind == kind)
-            cells = [found[kind, variant].ratio for variant in variants]
-            rows.append([kind, f"{limit:.4f}", *("–" if cell is None else f"{cell:.2f}" for cell in cells)])
+            rows.append([kind, *(_cell(found[kind, variant]) for variant in variants)])
         rates = {one.variant: one.tflops for one in self.speeds if one.tokens == tokens}
         if rates:
-            rows.append(["TFLOP/s", "", *(f"{rates[one]:.0f}" if one in rates else "–" for one in variants)])
+            rows.append(["TFLOP/s", *(f"{rates[one]:.0f}" if one in rates else "–" for one in variants)])
         return rows
 
 
@@ -135,7 +130,7 @@ def bench_attention(
     tokens: Sequence[int] = TOKENS,
     *,
     kinds: Sequence[str] = ATTENTION_KINDS,
-    chunk: int = CHUNK,
+    chunk: int = attention.CHUNK,
     progress: Progress | None = None,
     on_length: Callable[[AttentionBench], None] | None = None,
 ) -> AttentionBench:
@@ -168,48 +163,63 @@ def bench_attention(
     return result
 
 
-Variant = Callable[[Tensor, Tensor, Tensor], Callable[[], Tensor]]
+@dataclass
+class Prepared:
+    """A variant with its operands.
+
+    Attributes:
+        run: attends.
+        operands: Q, K and V as the variant has them: after quantization, in float64.
+    """
+
+    run: Callable[[], Tensor]
+    operands: Callable[[], tuple[Tensor, Tensor, Tensor]]
+
+
+Variant = Callable[[Tensor, Tensor, Tensor], Prepared]
 """Quantizes Q, K and V of bfloat16 and returns what attends."""
 
 
 def _variants(device: torch.device, chunk: int) -> dict[str, Variant]:
     here = Device.of(device)
     on_cpu = device.type == "cpu"
-    found: dict[str, Variant] = {}
+    variants: dict[str, Variant] = {}
     for backend in ("triton",) if on_cpu else attention.FP8_BACKENDS:
-        if attention.missing(backend, here, fp8=True) is None:
-            label = "definition" if on_cpu else f"{backend} FP8"
-            found[f"{label}, one call"] = partial(_fp8, backend=backend, chunk=None)
-            if _has_chunks():
-                found[f"{label}, chunked"] = partial(_fp8, backend=backend, chunk=chunk)
+        if attention.missing(backend, here, fp8=True) is not None:
+            continue
+        if backend == "hopper":
+            variants["hopper FP8"] = partial(_fp8, backend=backend, chunk=attention.ALL_KEYS)
+            continue
+        label = "definition" if on_cpu else f"{backend} FP8"
+        variants[f"{label}, one call"] = partial(_fp8, backend=backend, chunk=None)
+        variants[f"{label}, chunked"] = partial(_fp8, backend=backend, chunk=chunk)
     for backend in attention.BF16_BACKENDS:
         if attention.missing(backend, here, fp8=False) is None:
-            found[f"{backend} bf16"] = partial(_bf16, backend=backend)
-    return found
+            variants[f"{backend} bf16"] = partial(_bf16, backend=backend)
+    return variants
 
 
-def _has_chunks() -> bool:
-    return "v_mean" in _argument_names()
+def _fp8(q: Tensor, k: Tensor, v: Tensor, backend: str, chunk: int | None) -> Prepared:
+    codes: dict[str, Any] = quantized_operands(q, k, v, True, chunk)
+    batch, tokens, heads, head_dim = v.shape
+    if chunk is None:  # one chunk that has all keys, and no mean taken off
+        codes["v_scale"] = codes["v_scale"].expand(batch, 1, heads).contiguous()
+        codes["v_mean"] = torch.zeros(batch, 1, heads, head_dim, device=v.device)
+    length = tokens if chunk is None else chunk
+    names = ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean")
+
+    def operands() -> tuple[Tensor, Tensor, Tensor]:
+        query, key = (codes[name].double() / codes[f"{name}_scale"].double()[:, None] for name in "qk")
+        of_token = torch.arange(tokens, device=v.device) // length
+        scale, mean = codes["v_scale"].double()[:, of_token], codes["v_mean"].double()[:, of_token]
+        return query, key, codes["v"].double() / scale[..., None] + mean
+
+    arguments = [codes[name] for name in names]
+    return Prepared(lambda: attention.fp8_attention(*arguments, length, torch.bfloat16, backend), operands)
 
 
-def _argument_names() -> list[str]:
-    return [argument.name for argument in OPERATORS["fp8_attention"]._schema.arguments]
-
-
-def _fp8(q: Tensor, k: Tensor, v: Tensor, backend: str, chunk: int | None) -> Callable[[], Tensor]:
-    operands: dict[str, Any] = quantized_operands(q, k, v, backend != "cudnn", chunk)
-    if chunk is None and _has_chunks():  # one chunk that has all keys, and no mean taken off
-        batch, tokens, heads, head_dim = v.shape
-        operands["v_scale"] = operands["v_scale"].expand(batch, 1, heads).contiguous()
-        operands["v_mean"] = torch.zeros(batch, 1, heads, head_dim, device=v.device)
-        chunk = tokens
-    operands |= {"chunk": chunk, "out_dtype": torch.bfloat16, "backend": backend}
-    arguments = [operands[name] for name in _argument_names()]
-    return lambda: OPERATORS["fp8_attention"](*arguments)
-
-
-def _bf16(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Callable[[], Tensor]:
-    return lambda: attention.attention(q, k, v, backend)
+def _bf16(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Prepared:
+    return Prepared(lambda: attention.attention(q, k, v, backend), lambda: (q.double(), k.double(), v.double()))
 
 
 def _errors(variants: dict[str, Variant], kind: str, tokens: int, device: torch.device) -> list[AttentionError]:
@@ -217,36 +227,25 @@ def _errors(variants: dict[str, Variant], kind: str, tokens: int, device: torch.
     q, k, v = (one.bfloat16() for one in draw_attention(kind, (1, tokens, _ERROR_HEADS, HEAD_DIM), generator))
     rows = torch.linspace(0, tokens - 1, min(tokens, _QUERIES), device=device).long()
     exact = attention_exact(q[:, rows], k, v)
-    limit = relative_error(exact, _format_alone(q, k, v, rows))
-    found = []
+    errors = []
     for name, variant in variants.items():
-        measured = AttentionError(name, kind, tokens, limit)
+        measured = AttentionError(name, kind, tokens)
         try:
-            measured.error = relative_error(exact, variant(q, k, v)()[:, rows].double())
+            prepared = variant(q, k, v)
+            measured.error = relative_error(exact, prepared.run()[:, rows].double())
+            query, key, value = prepared.operands()
+            measured.limit = relative_error(exact, attention_exact(query[:, rows], key, value).bfloat16().double())
         except Exception as error:  # a library that refuses a shape must not cost the others their figures
             measured.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        found.append(measured)
-    return found
-
-
-def _format_alone(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
-    """Attention of ``rows`` with e4m3 operands and probabilities and a bfloat16 output, but sums in float64."""
-    codes = quantized_operands(q, k, v, True, None)
-    query, key, value = (codes[name].double() / codes[f"{name}_scale"].double()[:, None] for name in "qkv")
-    out = []
-    for head in range(q.shape[2]):
-        logits = query[:, rows, head] @ key[:, :, head].transpose(-1, -2) * q.shape[-1] ** -0.5
-        weights = (logits - logits.amax(-1, keepdim=True)).exp()
-        rounded = (weights.float() * attention.PROBABILITY_SCALE).to(torch.float8_e4m3fn).double()
-        out.append(rounded @ value[:, :, head] / attention.PROBABILITY_SCALE / weights.sum(-1, keepdim=True))
-    return torch.stack(out, 2).bfloat16().double()
+        errors.append(measured)
+    return errors
 
 
 def _speeds(variants: dict[str, Variant], tokens: int, device: torch.device) -> list[AttentionSpeed]:
     generator = torch.Generator(device).manual_seed(0)
     shape = (1, tokens, _SPEED_HEADS, HEAD_DIM)
     q, k, v = (torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(3))
-    runs = {name: variant(q, k, v) for name, variant in variants.items()}
+    runs = {name: variant(q, k, v).run for name, variant in variants.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for sample in range(6):
         for name, run in runs.items():  # in turn: clocks that drift with power drift for all
@@ -260,6 +259,12 @@ def _speeds(variants: dict[str, Variant], tokens: int, device: torch.device) -> 
     flop = 4.0 * tokens**2 * _SPEED_HEADS * HEAD_DIM
     medians = {name: statistics.median(samples) for name, samples in times.items()}
     return [AttentionSpeed(name, tokens, ms, flop / ms / 1e9) for name, ms in medians.items()]
+
+
+def _cell(measured: AttentionError) -> str:
+    if measured.error is None or measured.ratio is None:
+        return "–"
+    return f"{measured.error:.4f} ({measured.ratio:.2f})"
 
 
 def _ruled(rows: list[list[str]]) -> list[list[str]]:

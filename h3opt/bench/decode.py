@@ -18,7 +18,7 @@ import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 from h3opt.bench.harness import BenchmarkRunner, BenchResult, Progress, SetUp, Variant, compare_outputs
-from h3opt.bench.peers import DECODE_PEERS, Peer, choose_peers
+from h3opt.bench.peers import DECODE_PEER_NAMES, DECODE_PEERS, Peer, choose_peers
 from h3opt.bench.rates import copy_rate, gemm_rate
 from h3opt.bench.table import Table, format_cell
 from h3opt.compiler.optimize import prepare
@@ -145,7 +145,7 @@ def bench_decode(
     decodes: int = 1,
     cumulative: bool = True,
     leave_out: bool = False,
-    peers: Sequence[str] = tuple(peer.name for peer in DECODE_PEERS),
+    peers: Sequence[str] = DECODE_PEER_NAMES,
     profile: str = "auto",
     tokens: int | None = None,
     progress: Progress | None = None,

@@ -97,3 +97,6 @@ TRANSFORMER_PEERS = (
 
 DECODE_PEERS = (Peer("compile", _compile_decoder),)
 """The peers of the video decoder; they get the video VAE."""
+
+TRANSFORMER_PEER_NAMES = tuple(peer.name for peer in TRANSFORMER_PEERS)
+DECODE_PEER_NAMES = tuple(peer.name for peer in DECODE_PEERS)

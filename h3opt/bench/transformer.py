@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from h3opt.bench.harness import BenchmarkRunner, BenchResult, Progress, Variant, compare_outputs
-from h3opt.bench.peers import TRANSFORMER_PEERS, Peer, choose_peers
+from h3opt.bench.peers import TRANSFORMER_PEER_NAMES, TRANSFORMER_PEERS, Peer, choose_peers
 from h3opt.bench.rates import copy_rate, gemm_rate
 from h3opt.bench.table import Table, format_cell
 from h3opt.compiler.optimize import prepare
@@ -111,7 +111,7 @@ def bench_transformer(
     forwards: int = 3,
     cumulative: bool = True,
     leave_out: bool = False,
-    peers: Sequence[str] = tuple(peer.name for peer in TRANSFORMER_PEERS),
+    peers: Sequence[str] = TRANSFORMER_PEER_NAMES,
     profile: str = "auto",
     progress: Progress | None = None,
     after_run: Callable[[TransformerBench], None] | None = None,

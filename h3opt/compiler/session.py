@@ -163,8 +163,8 @@ class Session:
         for region in self._regions:
             for captured in region.captured:
                 for node in self._nodes_run(captured):
-                    if getattr(node.target, "namespace", None) == "h3opt":
-                        counts[node.target._opname.rpartition("_v")[0]] += captured.calls
+                    if (name := _operator_name(node)) is not None:
+                        counts[name] += captured.calls
         return counts
 
     def bytes_moved(self) -> int:
@@ -173,9 +173,7 @@ class Session:
         for region in self._regions:
             for captured in region.captured:
                 for node in self._nodes_run(captured):
-                    if getattr(node.target, "namespace", None) != "h3opt":
-                        continue
-                    if node.target._opname.rpartition("_v")[0] in kernel_names:
+                    if _operator_name(node) in kernel_names:
                         values = [operand.meta.get("val") for operand in (node, *node.all_input_nodes)]
                         total += captured.calls * _count_bytes(values)
         return total
@@ -298,6 +296,14 @@ class _KeepAlive:
 
     def __call__(self, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return proceed(*args, **kwargs)
+
+
+def _operator_name(node: Node) -> str | None:
+    """The name of an h3opt operator without its version; ``None`` for any other node."""
+    operator: Any = node.target
+    if getattr(operator, "namespace", None) != "h3opt":
+        return None
+    return str(operator._opname).rpartition("_v")[0]
 
 
 def _count_bytes(values: Any) -> int:

@@ -112,14 +112,14 @@ def verdict_table(verdict: Verdict) -> Table:
     for entry in verdict.passes:
         word, style = styles[entry.held]
         floor = entry.of_floor
-        unmeasured = entry.declined or entry.difference.equal or floor is None
+        unmeasured = entry.declined or entry.difference.equal
         table.add_row(
             entry.name,
             entry.kind,
             entry.counts,
             _shorten(str(entry.promise)),
             "–" if entry.declined else _shorten(str(entry.difference)).removeprefix("LPIPS "),
-            "–" if unmeasured else multiple_digits(entry.of_floor),
+            "–" if unmeasured or floor is None else multiple_digits(floor),
             Text(word, style=style),
             f"{entry.seconds:.1f}" if entry.seconds < 10 else f"{entry.seconds:.0f}",
         )

@@ -210,8 +210,8 @@ def _measure(
     if name == "attention":
         return _two_libraries(view, generated)
     further = _further(requests)
-    media = dict(zip((*requests, *further), (*reference, *run("next seed", further)), strict=True))
-    return reference, [media[_next_seed(request)] for request in requests], {}
+    by_request = dict(zip((*requests, *further), (*reference, *run("next seed", further)), strict=True))
+    return reference, [by_request[_next_seed(request)] for request in requests], {}
 
 
 def multiples(difference: Difference, floors: Iterable[Floor]) -> dict[str, float]:

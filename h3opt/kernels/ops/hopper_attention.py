@@ -50,10 +50,10 @@ def hopper_fp8_attention(
 ) -> Tensor:
     """Softmax attention on e4m3 codes: q [batch, queries, heads, 128], k and v [batch, keys, heads, 128] -> q's shape.
 
-    The result is bf16. q and k were multiplied by q_scale and k_scale, float32 [heads]. v is what differed from the
-    mean over all keys, multiplied by v_scale, float32 [batch, 1, heads]. v_mean, float32 [batch, 1, heads, 128], is
-    added to the result: the mean over keys of v - codes / v_scale, so the mean that was subtracted and that of the
-    rounding errors.
+    The result is bf16. q and k were multiplied by q_scale and k_scale, float32 [heads]. v, v_scale [batch, 1, heads]
+    and v_mean [batch, 1, heads, 128] are those of `quantize_values` with all keys as one chunk. What is added to the
+    result is the mean over keys of v - codes / v_scale: the mean that was subtracted, and that of the rounding errors.
+    Without the latter, a mean that is smaller than a rounding step would count twice.
 
     A NaN in a query stays in that row and head; a NaN in k makes the results of the head NaN, a NaN in v those of the
     channel of that head. ``out`` is a contiguous result to write into. The work is put on torch's current stream, and
@@ -80,6 +80,7 @@ def hopper_fp8_attention(
     if not keys:
         raise DeviceError("Attention over no keys has no value. Give k and v at least one token.")
     q, k, v_tiles = q.contiguous(), k.contiguous(), launch("attention_tiles", "value_tiles", v)
+    v_mean = v_mean - (launch("attention_tiles", "code_sums", v) / keys)[:, None] / v_scale[..., None]
     floats = [operand.contiguous() for operand in (q_scale, k_scale, v_scale, v_mean)]
     grid = (-(-queries // QUERIES), heads, batch)
     KERNEL.launch(grid, RowsOfHeads(q, QUERIES), RowsOfHeads(k, KEYS), v_tiles, *floats, out, queries, keys)

@@ -46,6 +46,36 @@ def _byte(word, number: tl.constexpr):
     return (word >> (8 * number)) & 0xFF
 
 
+@triton.jit
+def code_sums_kernel(
+    v_ptr, sums_ptr, tokens, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr
+):
+    """The sum of each channel of one head over ROWS * STEPS tokens, in float32."""
+    part, head, item = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row, channel = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
+    total = tl.zeros((ROWS, HEAD_DIM), tl.float32)
+    for step in tl.static_range(STEPS):
+        token = (part * STEPS + step) * ROWS + row
+        offset = ((item * tokens + token[:, None]) * HEADS + head) * HEAD_DIM + channel[None, :]
+        total += tl.load(v_ptr + offset, mask=(token < tokens)[:, None], other=0.0).to(tl.float32)
+    out = ((item * tl.num_programs(0) + part) * HEADS + head) * HEAD_DIM + channel
+    tl.store(sums_ptr + out, tl.sum(total, 0))
+
+
+def code_sums(v: torch.Tensor, rows: int = 32, steps: int = 8) -> torch.Tensor:
+    """Launch `code_sums_kernel` on e4m3 v [batch, keys, heads, 128] -> float32 [batch, heads, 128], sums over keys.
+
+    Each program sums rows * steps keys; their results are added in a fixed order, so equal input gives equal bits.
+    """
+    batch, tokens, heads, head_dim = v.shape
+    parts = triton.cdiv(tokens, rows * steps)
+    sums = torch.empty((batch, parts, heads, head_dim), dtype=torch.float32, device=v.device)
+    code_sums_kernel[(parts, heads, batch)](
+        v.contiguous(), sums, tokens, HEADS=heads, HEAD_DIM=head_dim, ROWS=rows, STEPS=steps, num_warps=NUM_WARPS
+    )
+    return sums.sum(1)
+
+
 def value_tiles(v: torch.Tensor, num_warps: int | None = None) -> torch.Tensor:
     """Launch `value_tiles_kernel` on e4m3 v [batch, keys, heads, 128] -> uint8 [batch, heads, tiles, 128, 128]."""
     batch, tokens, heads, head_dim = v.shape
