@@ -114,7 +114,7 @@ def parse_pass_names(passes: str | None) -> list[str] | None:
     """
     from h3opt.errors import PassOptionError
     from h3opt.pass_api.ordering import in_order
-    from h3opt.pass_api.registry import make_pass
+    from h3opt.pass_api.registry import find_pass, make_pass
 
     if passes is None:
         return None
@@ -124,6 +124,7 @@ def parse_pass_names(passes: str | None) -> list[str] | None:
             "--passes names no pass. Give names that `h3opt passes` lists, or leave the option out to use the "
             "profile's passes."
         )
+    names = [find_pass(name).name for name in names]  # a former name becomes the current name
     in_order([make_pass(name) for name in names])
     return names
 

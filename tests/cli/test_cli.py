@@ -535,8 +535,8 @@ def test_lpips_weights_that_cannot_be_used_are_named(
 ) -> None:
     file = tmp_path / "lpips.safetensors"
     if kept is not None:
-        file.write_bytes(lpips._weights_path(None).read_bytes()[:kept])
-    monkeypatch.setattr(lpips, "_weights_path", lambda weights: file)
+        file.write_bytes(lpips._weights_path().read_bytes()[:kept])
+    monkeypatch.setattr(lpips, "_weights_path", lambda: file)
     message = refusal("verify", "--passes", "tile_batch", "--report", tmp_path / "r.html")
     assert str(file) in message and ("are missing" if kept is None else "cannot read the LPIPS weights") in message
     assert not (tmp_path / "r.html").exists()
@@ -764,7 +764,7 @@ def test_a_picture_of_no_tiles_is_refused(refusal: Callable[..., str], tmp_path:
 
 
 def test_explain_prints_the_plan_for_a_canvas(h3opt: Run, refusal: Callable[..., str]) -> None:
-    assert "\n  tiles      105: 3 x 5 a clip, each 256x256\n" in h3opt("explain", "tile_batch").out
+    assert "\n  tiles      105: 3 x 5 a chunk, each 256x256\n" in h3opt("explain", "tile_batch").out
     size = ("--height", 768, "--width", 1344, "--frames", 209)
     data = json.loads(h3opt("explain", "tile_batch", *size, "--json", "-").out)
     assert data["plan"]["tiles"] == 336 == sum(data["plan"]["batches"])

@@ -135,7 +135,7 @@ def test_a_pass_that_falls_short_still_answers(silent: Any, monkeypatch: pytest.
 
 def test_a_pass_that_cuts_work_shows_its_plan_and_others_have_none() -> None:
     view = PipelineView(vae=full_vae(device="meta"))
-    assert "tiles      105: 3 x 5 a clip" in str(explain_plan("tile_batch", view, (37, 34, 60)))
+    assert "tiles      105: 3 x 5 a chunk" in str(explain_plan("tile_batch", view, (37, 34, 60)))
     plan = explain_plan("tile_geometry", view, (37, 34, 60))
     assert plan is not None and plan.to_dict()["tiles"] == 56, "2 x 4 tiles of 7 clips"
     assert [has_plan(name) for name in ("tile_batch", "norm_modulate")] == [True, False]

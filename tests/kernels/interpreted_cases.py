@@ -207,6 +207,13 @@ def test_quantize_values(tokens, heads, head_dim, chunk, **kind):
     assert differing(quantize.quantize_values(strided, chunk), expected) == 0
 
 
+@pytest.mark.parametrize(("tokens", "chunk"), ((1, 1 << 30), (31, 1 << 30), (70, 1 << 30), (130, 100), (65, 64)))
+def test_quantize_values_sums_the_pieces_of_a_chunk_in_sequence(tokens, chunk, monkeypatch):
+    monkeypatch.setattr(attention, "VALUE_PIECE", 32)
+    v = values((2, tokens, 2, 24), torch.bfloat16, 6, 3.0)
+    assert differing(quantize.quantize_values(v, chunk), attention.quantize_values_definition(v, chunk)) == 0
+
+
 def test_quantize_values_of_constant_and_zero_values_says_them_exactly():
     for value in (0.0, 3.14159, -1e-30):
         v = torch.full((1, 50, 1, 16), value)

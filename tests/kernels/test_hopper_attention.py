@@ -8,6 +8,7 @@ from torch import Tensor
 
 from h3opt.device import Device
 from h3opt.kernels.ops import hopper_attention
+from h3opt.kernels.ops.attention import ALL_KEYS, quantize_values
 from h3opt.kernels.ops.hopper_attention import hopper_fp8_attention
 from h3opt.kernels.ops.registry import E4M3, E4M3_MAX, SCALE_AMAX_MIN, launch
 
@@ -66,19 +67,8 @@ def cast_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * scale[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
 
 
-def cast_values(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of v minus its mean over tokens, scale [batch, 1, heads], and the mean of what the codes do not hold."""
-    v = v.float()
-    centred = v - v.mean(1, keepdim=True)
-    amax = torch.where(centred.isfinite(), centred, torch.zeros_like(v)).abs().amax((1, 3))
-    scale = (E4M3_MAX / amax.clamp(min=SCALE_AMAX_MIN))[:, None]
-    codes = (centred * scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
-    rest = v.double() - codes.double() / scale[..., None]
-    return codes, scale, rest.mean(1, keepdim=True).float()
-
-
 def arguments_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    (q, q_scale), (k, k_scale), (v, v_scale, v_mean) = cast_heads(q), cast_heads(k), cast_values(v)
+    (q, q_scale), (k, k_scale), (v, v_scale, v_mean) = cast_heads(q), cast_heads(k), quantize_values(v, ALL_KEYS)
     return q, k, v, q_scale, k_scale, v_scale, v_mean
 
 

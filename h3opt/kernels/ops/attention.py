@@ -48,7 +48,11 @@ ALL_KEYS = 1 << 30
 
 
 VALUE_ROWS = 32
-"""Tokens whose sums `quantize_values` keeps apart until the end of a chunk: part of the definition's order of sums."""
+"""Tokens whose sums `quantize_values` keeps apart until the end of a piece: part of the definition's order of sums."""
+
+
+VALUE_PIECE = 1024
+"""Tokens of a piece of a chunk; pieces are summed apart, so that a long chunk is work for the whole GPU."""
 
 
 PARTIAL_BYTES = 1 << 30
@@ -143,7 +147,8 @@ def quantize_values_definition(v: Tensor, chunk: int) -> tuple[Tensor, Tensor, T
     chunks, heads], and the mean, float32 [batch, chunks, heads, D]. A channel with a NaN or an infinity has no finite
     mean, NaN among its codes, and no part in the scale: attention makes that channel NaN, and no other.
 
-    The order of the sum is fixed: every 32nd token in sequence, then these 32 sums in halves.
+    The order of the sum is fixed: in each piece of 1024 tokens every 32nd token in sequence, then these 32 sums in
+    halves; then the pieces in sequence.
     """
     batch, tokens, heads, width = v.shape
     chunks = -(-tokens // chunk)
@@ -153,14 +158,19 @@ def quantize_values_definition(v: Tensor, chunk: int) -> tuple[Tensor, Tensor, T
     length = min(chunk, tokens)
     wide = F.pad(v.float(), (0, 0, 0, 0, 0, chunks * length - tokens)).unflatten(1, (chunks, length))
     present = (torch.arange(chunks * length, device=v.device) < tokens).view(chunks, length, 1, 1)
-    tiles = F.pad(wide, (0, 0, 0, 0, 0, -length % VALUE_ROWS)).unflatten(2, (-1, VALUE_ROWS))
-    total = torch.zeros_like(tiles[:, :, 0])
-    for tile in tiles.unbind(2):
-        total = total + tile
-    while total.shape[2] > 1:
-        first, second = total.chunk(2, dim=2)
-        total = first + second
-    mean = total[:, :, 0] / present.sum(1).float()
+    pieces = F.pad(wide, (0, 0, 0, 0, 0, -length % VALUE_PIECE)).unflatten(
+        2, (-1, VALUE_PIECE // VALUE_ROWS, VALUE_ROWS)
+    )
+    sums = torch.zeros_like(pieces[:, :, :, 0])
+    for tile in pieces.unbind(3):
+        sums = sums + tile
+    while sums.shape[3] > 1:
+        first, second = sums.chunk(2, dim=3)
+        sums = first + second
+    total = torch.zeros_like(sums[:, :, 0, 0])
+    for piece in sums[:, :, :, 0].unbind(2):
+        total = total + piece
+    mean = total / present.sum(1).float()
     largest = wide.masked_fill(~present, -torch.inf).amax(2)
     smallest = wide.masked_fill(~present, torch.inf).amin(2)
     spread = torch.maximum(largest - mean, mean - smallest)

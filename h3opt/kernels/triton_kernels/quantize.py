@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from h3opt.kernels.ops.attention import VALUE_ROWS
+from h3opt.kernels.ops import attention
 from h3opt.kernels.triton_kernels.device import (
     EXACT_LAUNCH,
     SCALE_AMAX_MIN_BITS,
@@ -127,15 +127,17 @@ def fold_rows(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def values_spread_kernel(
-    v_ptr, scale_ptr, mean_ptr, tokens, chunk, chunks, item_stride, token_stride, head_stride,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    v_ptr, partial_ptr, tokens, chunk, pieces, item_stride, token_stride, head_stride, plane,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The mean of each channel of one head over one chunk of tokens, and 448 over the largest distance from it."""
-    head, number, item = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Sum, smallest and largest value of each channel of one head over one piece of a chunk: three planes."""
+    head, item = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    number, piece = tl.program_id(1) // pieces, tl.program_id(1) % pieces
     row, channel = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     in_head = channel < HEAD_DIM
-    first = number.to(tl.int64) * chunk
-    count = tl.minimum(tokens - number * chunk, chunk)
+    first = number.to(tl.int64) * chunk + piece * PIECE
+    count = tl.minimum(tl.minimum(tokens - first, chunk - piece * PIECE), PIECE)  # none past the end of a last chunk
     tile_ptr = v_ptr + item * item_stride + first * token_stride + head * head_stride
     tile_ptr += row[:, None] * token_stride + channel[None, :]
     total = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -143,20 +145,45 @@ def values_spread_kernel(
         tl.full((ROWS, WIDTH), float("inf"), tl.float32),
         tl.full((ROWS, WIDTH), float("-inf"), tl.float32),
     )
-    for _ in tl.range(0, count // ROWS, loop_unroll_factor=UNROLL):
-        x = widen(tl.load(tile_ptr, mask=in_head[None, :], other=0.0))
-        total += x
-        smallest, largest = tl.minimum(smallest, x), tl.maximum(largest, x)
-        tile_ptr += ROWS * token_stride
-    if count % ROWS != 0:
-        inside = (row < count % ROWS)[:, None] & in_head[None, :]
-        x = widen(tl.load(tile_ptr, mask=inside, other=0.0))
-        total += x
-        smallest = tl.minimum(smallest, tl.where(inside, x, float("inf")))
-        largest = tl.maximum(largest, tl.where(inside, x, float("-inf")))
-    sums = fold_rows(total, ROWS, WIDTH)
-    mean = tl.div_rn(sums, tl.zeros_like(sums) + count)
-    spread = tl.maximum(tl.max(largest, 0) - mean, mean - tl.min(smallest, 0))
+    if count > 0:
+        for _ in tl.range(0, count // ROWS, loop_unroll_factor=UNROLL):
+            x = widen(tl.load(tile_ptr, mask=in_head[None, :], other=0.0))
+            total += x
+            smallest, largest = tl.minimum(smallest, x), tl.maximum(largest, x)
+            tile_ptr += ROWS * token_stride
+        if count % ROWS != 0:
+            inside = (row < count % ROWS)[:, None] & in_head[None, :]
+            x = widen(tl.load(tile_ptr, mask=inside, other=0.0))
+            total += x
+            smallest = tl.minimum(smallest, tl.where(inside, x, float("inf")))
+            largest = tl.maximum(largest, tl.where(inside, x, float("-inf")))
+    out = partial_ptr + ((item * tl.num_programs(1) + tl.program_id(1)) * HEADS + head) * HEAD_DIM + channel
+    tl.store(out, fold_rows(total, ROWS, WIDTH), mask=in_head)
+    tl.store(out + plane, tl.min(smallest, 0), mask=in_head)
+    tl.store(out + 2 * plane, tl.max(largest, 0), mask=in_head)
+
+
+@triton.jit
+def values_scale_kernel(
+    partial_ptr, scale_ptr, mean_ptr, tokens, chunk, pieces, plane,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The mean of each channel of one head over one chunk, and 448 over the largest distance from it."""
+    head, number, item = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    channel = tl.arange(0, WIDTH)
+    in_head = channel < HEAD_DIM
+    chunks = tl.num_programs(1)
+    total = tl.zeros((WIDTH,), tl.float32)
+    smallest, largest = tl.full((WIDTH,), float("inf"), tl.float32), tl.full((WIDTH,), float("-inf"), tl.float32)
+    first = partial_ptr + (((item * chunks + number) * pieces) * HEADS + head) * HEAD_DIM + channel
+    for piece in range(pieces):
+        part = first + piece * (HEADS * HEAD_DIM)
+        total += tl.load(part, mask=in_head, other=0.0)
+        smallest = tl.minimum(smallest, tl.load(part + plane, mask=in_head, other=0.0))
+        largest = tl.maximum(largest, tl.load(part + 2 * plane, mask=in_head, other=0.0))
+    count = tl.minimum(tokens - number.to(tl.int64) * chunk, chunk)
+    mean = tl.div_rn(total, tl.zeros_like(total) + count)
+    spread = tl.maximum(largest - mean, mean - smallest)
     bits = tl.where(in_head, abs_bits(spread), 0)  # never negative, and -0 is 0
     bits = tl.max(tl.where(bits < INFINITY_BITS, bits, 0))
     amax = tl.maximum(bits, SCALE_AMAX_MIN_BITS).to(tl.float32, bitcast=True)
@@ -193,7 +220,7 @@ def quantize_values(
     v: torch.Tensor, chunk: int, num_warps: int | None = None, unroll: int | None = None, rows: int | None = None,
     cast_warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Launch `values_spread_kernel` and `quantize_values_kernel` on v [batch, tokens, heads, head_dim], not empty."""
+    """Launch the three kernels of `quantize_values` on v [batch, tokens, heads, head_dim], not empty."""
     v = v if v.stride(3) == 1 else v.contiguous()
     batch, tokens, heads, head_dim = v.shape
     chunks, rows = triton.cdiv(tokens, chunk), rows or VALUES_ROWS
@@ -202,10 +229,16 @@ def quantize_values(
     q = torch.empty(v.shape, dtype=torch.float8_e4m3fn, device=v.device)
     sizes = {"HEADS": heads, "HEAD_DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim)}
     strides = v.stride()[:3]
-    values_spread_kernel[(heads, chunks, batch)](
-        v, scale, mean, tokens, chunk, chunks, *strides, **sizes, ROWS=VALUE_ROWS, UNROLL=unroll or SPREAD_UNROLL,
-        num_warps=num_warps or SPREAD_NUM_WARPS, **EXACT_LAUNCH,
+    pieces = triton.cdiv(min(chunk, tokens), attention.VALUE_PIECE)
+    partial = torch.empty((3, batch, chunks * pieces, heads, head_dim), dtype=torch.float32, device=v.device)
+    values_spread_kernel[(heads, chunks * pieces, batch)](
+        v, partial, tokens, chunk, pieces, *strides, partial[0].numel(), **sizes, ROWS=attention.VALUE_ROWS,
+        PIECE=attention.VALUE_PIECE, UNROLL=unroll or SPREAD_UNROLL, num_warps=num_warps or SPREAD_NUM_WARPS,
+        **EXACT_LAUNCH,
     )  # fmt: skip
+    values_scale_kernel[(heads, chunks, batch)](
+        partial, scale, mean, tokens, chunk, pieces, partial[0].numel(), **sizes, num_warps=4, **EXACT_LAUNCH
+    )
     quantize_values_kernel[(heads, chunks * triton.cdiv(min(chunk, tokens), rows), batch)](
         v, scale, mean, q, tokens, min(chunk, tokens), chunks, *strides, **sizes, ROWS=rows,
         num_warps=cast_warps or VALUES_NUM_WARPS, **EXACT_LAUNCH,
