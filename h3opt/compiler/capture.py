@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import re
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +23,16 @@ from torch.fx import GraphModule
 
 from h3opt import _torch_private as private
 from h3opt.compiler.lowering import LoweredGraph
+from h3opt.compiler.structure import hook_functions, structure_of
 from h3opt.errors import H3OptError, PipelineError
 from h3opt.graph.tracing import retrace
 from h3opt.pipeline.graph_calls import note_graph_call
 from h3opt.pipeline.hooks import wrap_calls
 from h3opt.pipeline.region import Region
+
+
+MAX_STRUCTURES = 64
+"""Structures (hooks, adapters, types of layers) of a region that are captured, besides one for each module."""
 
 
 class Planner(Protocol):
@@ -47,8 +53,10 @@ class Planner(Protocol):
 class CapturedRegion:
     """The captured graphs of a region, and the state of the running call.
 
+    Modules share graphs only as long as they have the same structure, see :mod:`h3opt.compiler.structure`.
+
     Attributes:
-        region: the modules that share the graphs.
+        region: the modules that are captured.
         captured: the graphs captured so far.
         running: ``id`` of the module that was called last.
         listener: called as ``listener(captured, args)`` before a graph runs; bisection keeps arguments with it.
@@ -58,7 +66,9 @@ class CapturedRegion:
     captured: list[CapturedGraph] = field(default_factory=list)
     running: int = 0
     listener: Callable[[CapturedGraph, tuple[Any, ...]], None] | None = None
-    _compiled: dict[tuple[type, ...], Callable[..., Any]] = field(default_factory=dict)
+    _compiled: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict)
+    # The keys of _compiled hold ids of hooks, so the hooks must live as long as the keys.
+    _hooks: list[Any] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -72,14 +82,28 @@ class CapturedRegion:
 
     def install(self, planner: Planner) -> Callable[[], None]:
         """Send the calls of every module through a captured graph; returns a function that undoes it."""
-        # Passes that replace submodules need other graphs; the graphs of the earlier structure are kept.
-        structure = tuple(type(submodule) for submodule in self.modules[0].modules())
-        if structure not in self._compiled:
-            self._compiled[structure] = _own_code_object(self, planner)
         undo = ExitStack()
         for module in self.modules:
-            wrap_calls(module, _Entry(self, module, self._compiled[structure], planner), undo, innermost=True)
+            wrap_calls(module, _Entry(self, module, planner), undo, innermost=True)
         return undo.close
+
+    def compiled_for(self, module: torch.nn.Module, planner: Planner) -> Callable[..., Any]:
+        """The compiled function for the present structure of ``module``; graphs of earlier structures are kept.
+
+        Raises:
+            PipelineError: the structure is another with every call, so capturing would never end.
+        """
+        structure = structure_of(module)
+        compiled = self._compiled.get(structure)
+        if compiled is None:
+            if len(self._compiled) >= MAX_STRUCTURES + len(self.modules):
+                raise PipelineError(
+                    f"{self.name} has had {len(self._compiled)} different structures, and each needs a capture. Hooks "
+                    "or adapters are added anew for every call: add them once, or run it without h3opt."
+                )
+            compiled = self._compiled[structure] = _own_code_object(self, planner)
+            self._hooks += hook_functions(module)
+        return compiled
 
 
 class CapturedGraph:
@@ -126,8 +150,8 @@ class CapturedGraph:
 class _Entry:
     """A call wrapper that sends the calls of a module through a captured graph."""
 
-    def __init__(self, owner: CapturedRegion, module: torch.nn.Module, compiled: Callable[..., Any], planner: Planner):
-        self._owner, self._module, self._compiled, self._planner = owner, module, compiled, planner
+    def __init__(self, owner: CapturedRegion, module: torch.nn.Module, planner: Planner) -> None:
+        self._owner, self._module, self._planner = owner, module, planner
         self._names = list(inspect.signature(module.forward).parameters)
 
     def __call__(self, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -138,27 +162,46 @@ class _Entry:
                     private.mark_dynamic(tensor, dims[name])
         self._owner.running = id(self._module)
         try:
+            compiled = self._owner.compiled_for(self._module, self._planner)
             if not self._owner.captured:
                 with _collector_paused():
-                    return self._compiled(self._module, args, kwargs)
-            return self._compiled(self._module, args, kwargs)
+                    return compiled(self._module, args, kwargs)
+            return compiled(self._module, args, kwargs)
         except H3OptError as error:
             self._planner.failed(error)
             raise
         except private.BackendCompilerFailed as failure:
             cause = failure.inner_exception
-            if not isinstance(cause, H3OptError):
+            if isinstance(cause, H3OptError):
+                self._planner.failed(cause)
+                raise cause from None
+            if isinstance(cause, torch.OutOfMemoryError):
                 raise
-            self._planner.failed(cause)
-            raise cause from None
-        except private.Unsupported as failure:
-            reason = str(failure).strip().partition("\n")[0].rstrip(".")
-            refusal = PipelineError(
-                f"{self._owner.name} cannot be captured as one graph: {reason}. Take off what was added to "
-                f"{type(self._module).__name__} (hooks, adapters, a patched forward), or run it without h3opt."
-            )
-            self._planner.failed(refusal)
-            raise refusal from failure
+            raise self._refusal(f"cannot be traced: {_first_line(cause)}") from failure
+        except private.RecompileLimit as failure:
+            raise self._refusal(_what_changes(failure)) from failure
+        except private.CompileFailed as failure:
+            raise self._refusal(f"cannot be captured as one graph: {_first_line(failure)}") from failure
+
+    def _refusal(self, reason: str) -> PipelineError:
+        """The error for a module that cannot be captured; the planner is told."""
+        refusal = PipelineError(
+            f"{self._owner.name} {reason}. Take off what was added to {type(self._module).__name__} (hooks, adapters, "
+            "a patched forward), or run it without h3opt."
+        )
+        self._planner.failed(refusal)
+        return refusal
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or repr(error)).partition("\n")[0].rstrip(".")
+
+
+def _what_changes(failure: BaseException) -> str:
+    """Why the limit on captures was reached: the guard that fails with every call."""
+    guard = re.search(r"^\s*- \d+/\d+: (.+)$", str(failure), re.MULTILINE)
+    seen = f": {guard[1].strip()[:200]}" if guard else ""
+    return f"reads something that changes with every call, so that every call is captured anew{seen}"
 
 
 @contextmanager
