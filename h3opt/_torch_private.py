@@ -6,6 +6,7 @@
 | ``torch._dynamo.exc.BackendCompilerFailed`` | raise the error of a backend without the wrapper | 2.11.0, 2.14.1 |
 | ``torch._dynamo.exc.FailOnRecompileLimitHit`` | report what is captured anew with every call | 2.14.1 |
 | ``torch._dynamo.exc.TorchDynamoException`` | base class of all errors that stop a compilation, a graph break among them | 2.14.1 |
+| ``torch._dynamo.pgo`` | make the strengths of adapters inputs of a graph from the first capture | 2.14.1 |
 | ``torch._dynamo.utils.counters`` | count graphs that are compiled, and cache hits of Inductor | 2.14.1 |
 | ``torch._inductor.utils.clear_caches`` | make Inductor read compiled graphs from its cache folder again | 2.14.1 |
 | ``torch._inductor.compile_fx.compile_fx`` | the ``inductor`` executor | 2.11.0, 2.14.1 |
@@ -42,6 +43,7 @@ __all__ = [
     "forget_compiled",
     "make_fx",
     "mark_dynamic",
+    "mark_floats_dynamic",
     "module_call",
     "sdpa_backends",
     "set_compiled_call",
@@ -54,6 +56,20 @@ def mark_dynamic(tensor: torch.Tensor, dims: Iterable[int]) -> None:
     """Ask Dynamo to treat ``dims`` as symbolic; sizes 0 and 1 are specialized in any case."""
     for dim in dims:
         maybe_mark_dynamic(tensor, dim)
+
+
+def mark_floats_dynamic(function: Callable[..., Any], sources: Iterable[str]) -> None:
+    """Ask Dynamo to make floats inputs of the graph of ``function``; without this, the second value captures again.
+
+    Args:
+        function: compiled afterwards; it must not have a closure.
+        sources: the floats as Dynamo names them, e.g. ``L['module'].scaling['style']``.
+    """
+    from torch._dynamo.pgo import CodeId, FrameStateSizeEntry, auto_dynamic, get_code_state
+
+    state = get_code_state()[CodeId.make(function.__code__)]
+    for source in sources:
+        state.automatic_dynamic[source] = FrameStateSizeEntry(auto_dynamic, auto_dynamic, auto_dynamic)
 
 
 def compile_with_inductor(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:

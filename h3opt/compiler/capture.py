@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import re
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from torch.fx import GraphModule
 
 from h3opt import _torch_private as private
 from h3opt.compiler.lowering import LoweredGraph
-from h3opt.compiler.structure import hook_functions, structure_of
+from h3opt.compiler.structure import adapter_strengths, hook_functions, structure_of
 from h3opt.errors import H3OptError, PipelineError
 from h3opt.graph.tracing import retrace
 from h3opt.pipeline.graph_calls import note_graph_call
@@ -32,7 +31,7 @@ from h3opt.pipeline.region import Region
 
 
 MAX_STRUCTURES = 64
-"""Structures (hooks, adapters, types of layers) of a region that are captured, besides one for each module."""
+"""Structures of a region that are kept, besides one for each module; see :mod:`h3opt.compiler.structure`."""
 
 
 class Planner(Protocol):
@@ -66,9 +65,8 @@ class CapturedRegion:
     captured: list[CapturedGraph] = field(default_factory=list)
     running: int = 0
     listener: Callable[[CapturedGraph, tuple[Any, ...]], None] | None = None
-    _compiled: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict)
-    # The keys of _compiled hold ids of hooks, so the hooks must live as long as the keys.
-    _hooks: list[Any] = field(default_factory=list)
+    _structures: dict[tuple[Any, ...], _Structure] = field(default_factory=dict)
+    _calls: int = 0
 
     @property
     def name(self) -> str:
@@ -93,17 +91,44 @@ class CapturedRegion:
         Raises:
             PipelineError: the structure is another with every call, so capturing would never end.
         """
-        structure = structure_of(module)
-        compiled = self._compiled.get(structure)
-        if compiled is None:
-            if len(self._compiled) >= MAX_STRUCTURES + len(self.modules):
-                raise PipelineError(
-                    f"{self.name} has had {len(self._compiled)} different structures, and each needs a capture. Hooks "
-                    "or adapters are added anew for every call: add them once, or run it without h3opt."
-                )
-            compiled = self._compiled[structure] = _own_code_object(self, planner)
-            self._hooks += hook_functions(module)
-        return compiled
+        key = structure_of(module)
+        structure = self._structures.get(key)
+        if structure is None:
+            if len(self._structures) >= MAX_STRUCTURES + len(self.modules):
+                self._drop_least_recent()
+            structure = self._structures[key] = _Structure(hook_functions(module))
+            structure.compiled = _own_code_object(self, structure, planner, adapter_strengths(module))
+        self._calls += 1
+        structure.calls, structure.last_call = structure.calls + 1, self._calls
+        return structure.compiled
+
+    def _drop_least_recent(self) -> None:
+        dropped = self._structures.pop(min(self._structures, key=lambda key: self._structures[key].last_call))
+        self.captured = [graph for graph in self.captured if all(graph is not other for other in dropped.captured)]
+        if dropped.calls == 1:
+            raise PipelineError(
+                f"{self.name} gets new hooks or adapters for every call, and each call needs a new capture. Add them "
+                "once, or run it without h3opt."
+            )
+
+
+@dataclass(eq=False)
+class _Structure:
+    """What is captured for one structure of the modules of a region.
+
+    Attributes:
+        hooks: hooks that the key of the structure has by ``id``: they must live as long as the key.
+        compiled: called as ``compiled(module, args, kwargs)``.
+        captured: the graphs.
+        calls: how often a module of this structure was called.
+        last_call: number of the last such call, among all calls of the region.
+    """
+
+    hooks: list[Any]
+    compiled: Callable[..., Any] = field(init=False)
+    captured: list[CapturedGraph] = field(default_factory=list)
+    calls: int = 0
+    last_call: int = 0
 
 
 class CapturedGraph:
@@ -179,7 +204,8 @@ class _Entry:
                 raise
             raise self._refusal(f"cannot be traced: {_first_line(cause)}") from failure
         except private.RecompileLimit as failure:
-            raise self._refusal(_what_changes(failure)) from failure
+            reason = "reads something that changes with every call, so that every call would be captured anew"
+            raise self._refusal(reason) from failure
         except private.CompileFailed as failure:
             raise self._refusal(f"cannot be captured as one graph: {_first_line(failure)}") from failure
 
@@ -195,13 +221,6 @@ class _Entry:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).partition("\n")[0].rstrip(".")
-
-
-def _what_changes(failure: BaseException) -> str:
-    """Why the limit on captures was reached: the guard that fails with every call."""
-    guard = re.search(r"^\s*- \d+/\d+: (.+)$", str(failure), re.MULTILINE)
-    seen = f": {guard[1].strip()[:200]}" if guard else ""
-    return f"reads something that changes with every call, so that every call is captured anew{seen}"
 
 
 @contextmanager
@@ -228,11 +247,17 @@ class _WeakGraph:
         return captured(*args)
 
 
-def _own_code_object(captured_region: CapturedRegion, planner: Planner) -> Callable[..., Any]:
-    """A compiled caller with a code object for this region alone.
+def _own_code_object(
+    captured_region: CapturedRegion, structure: _Structure, planner: Planner, varying: Sequence[str]
+) -> Callable[..., Any]:
+    """A compiled caller with a code object for one structure of this region alone.
 
     Dynamo keeps graphs, and the limit on recompilations, per code object. ``module.compile()`` shares one between
-    all modules of a process; with a copy per region, two pipelines do not affect each other.
+    all modules of a process; with a copy per region and structure, neither two pipelines nor two adapters affect each
+    other.
+
+    Args:
+        varying: floats inside the module that a graph takes as inputs, as paths that start at the module.
     """
 
     def call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -240,14 +265,17 @@ def _own_code_object(captured_region: CapturedRegion, planner: Planner) -> Calla
 
     # Dynamo keeps backends and their results longer than a pipeline lives; they must not keep the pipeline alive.
     region_ref, planner_ref = weakref.ref(captured_region), weakref.ref(planner)
+    structure_ref = weakref.ref(structure)
 
     def backend(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        region, planner = region_ref(), planner_ref()
-        assert region is not None and planner is not None  # the caller keeps both alive
+        region, structure, planner = region_ref(), structure_ref(), planner_ref()
+        assert region is not None and structure is not None and planner is not None  # the caller keeps them alive
         captured = CapturedGraph(region, retrace(graph), example_inputs, planner)
         region.captured.append(captured)
+        structure.captured.append(captured)
         return _WeakGraph(captured)
 
     name = f"h3opt_{captured_region.name.replace('.', '_')}"
     own = types.FunctionType(call.__code__.replace(co_name=name), call.__globals__, name)
+    private.mark_floats_dynamic(own, [f"L['module']{path}" for path in varying])
     return torch.compile(own, backend=backend, fullgraph=True)

@@ -17,7 +17,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 # diffusers: the processor of an attention layer, and the backend that set_attention_backend() chose for it.
 _PROCESSOR, _BACKEND = "processor", "_attention_backend"
 # PEFT: which adapters of a layer are on. Their strengths are no part of the structure: a graph takes them as input.
-_ACTIVE, _DISABLED, _MERGED = "_active_adapter", "_disable_adapters", "merged_adapters"
+_ACTIVE, _DISABLED, _MERGED, _STRENGTHS = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"
 
 
 def structure_of(module: torch.nn.Module) -> tuple[Any, ...]:
@@ -60,6 +60,19 @@ def structure_of(module: torch.nn.Module) -> tuple[Any, ...]:
 def hook_functions(module: torch.nn.Module) -> list[Any]:
     """Return the hooks and patched forwards of a module and its submodules, which :func:`structure_of` has by ``id``."""
     return list(_hook_functions(module))
+
+
+def adapter_strengths(module: torch.nn.Module) -> list[str]:
+    """Return the strengths of all adapters inside a module, as paths that start at the module.
+
+    Paths are written as Dynamo names the sources of values, e.g. ``._modules['to_q'].scaling['style']``.
+    """
+    return [
+        "".join(f"._modules[{name!r}]" for name in path.split(".") if name) + f".{_STRENGTHS}[{adapter!r}]"
+        for path, part in module.named_modules()
+        if _ACTIVE in vars(part)
+        for adapter in vars(part).get(_STRENGTHS, ())
+    ]
 
 
 def _hook_functions(module: torch.nn.Module) -> Iterator[Any]:

@@ -158,8 +158,10 @@ def call_submodules(
     trace = _CallTrace(wanted)
     with ExitStack() as undo, torch.no_grad():
         for item in in_order(passes):
-            if not isinstance(item, GraphPass) and item.applies(view.device, view) is None:
-                item.install(view, undo)  # type: ignore[attr-defined]
+            if not isinstance(item, GraphPass):
+                for part in view.views:
+                    if item.applies(view.device, part) is None:
+                        item.install(part, undo)  # type: ignore[attr-defined]
         component, _, rest = path.partition(".")
         module = getattr(view, component).get_submodule(rest)
         trace.watch({f"{path}.{name}" if name else path: part for name, part in module.named_modules()}, undo)
@@ -244,7 +246,7 @@ def _uncaptured_modules(session: Session) -> dict[str, torch.nn.Module]:
             for name, child in module.named_children():
                 add(f"{path}.{name}", child)
 
-    for name in ("transformer", "vae", "audio_vae"):
+    for name in ("transformer", "transformer_ref", "vae", "audio_vae"):
         component = getattr(session.view, name)
         if component is not None:
             add(name, component)

@@ -30,8 +30,9 @@ class PassVerdict:
         name, kind, promise: as registered; the promise may be the one for the trained reference.
         counts: matched and expected sites, as ``matched/expected``.
         difference: difference to the generation without the pass; over several clips, the worst of each measure.
-        held: whether the promise held; ``None`` for a pass that declined.
+        held: whether the promise held; ``None`` for a pass that declined, ``False`` for a pass that was idle.
         declined: the reason why the pass declined.
+        idle: the reason why the pass changed nothing at all, so that nothing was verified.
         seconds: mean time of a generation with the pass, capture included.
         differences: the differences of the single clips.
         of_floors: name of a floor → ``difference`` as a multiple of it.
@@ -57,11 +58,14 @@ class PassVerdict:
     alone: Difference | None = None
     alone_failed: str | None = None
     culprit: Culprit | None = None
+    idle: str | None = None
 
     @property
     def measured(self) -> str:
-        """The difference in words, or the reason why the pass declined."""
-        return f"declined: {self.declined}" if self.declined else str(self.difference)
+        """The difference in words, or the reason why the pass declined or was idle."""
+        if self.declined or self.idle:
+            return f"declined: {self.declined}" if self.declined else f"idle: {self.idle}"
+        return str(self.difference)
 
     @property
     def of_floor(self) -> float | None:
@@ -103,6 +107,7 @@ class PassVerdict:
             "sites": self.counts,
             "held": self.held,
             "declined": self.declined,
+            "idle": self.idle,
             "measured": self.measured,
             "of_noise_floor": self.of_floor,
             "of_floors": dict(self.of_floors),
