@@ -26,7 +26,9 @@ def direct(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
 
 def inductor(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     """Compile the rewritten graph with Inductor, which changes bits also where no pass matched."""
-    return compile_with_inductor(copy_graph(_with_attention_backends(graph)), example_inputs)  # Inductor changes the graph in place
+    return compile_with_inductor(
+        copy_graph(_with_attention_backends(graph)), example_inputs
+    )  # Inductor changes the graph in place
 
 
 EXECUTORS: dict[str, Executor] = {"direct": direct, "inductor": inductor}

@@ -257,7 +257,9 @@ class Session:
         self._declined = {name: reasons[0] for name, reasons in applies.items() if reasons[0] and None not in reasons}
         for item in self._applicable():
             if isinstance(item, (FormatPass, SchedulePass)):
-                views = [view for view, reason in zip(self.view.views, applies[item.name], strict=True) if reason is None]
+                views = [
+                    view for view, reason in zip(self.view.views, applies[item.name], strict=True) if reason is None
+                ]
                 expected = sum(item.expect(view) for view in views)
                 try:
                     matched = sum(item.install(view, self._undo_modules) for view in views)
