@@ -5,13 +5,13 @@
 | ``torch._dynamo.maybe_mark_dynamic`` | make token dimensions symbolic from the first capture | 2.11.0, 2.14.1 |
 | ``torch._dynamo.exc.BackendCompilerFailed`` | raise the error of a backend without the wrapper | 2.11.0, 2.14.1 |
 | ``torch._dynamo.exc.FailOnRecompileLimitHit`` | report what is captured anew with every call | 2.14.1 |
-| ``torch._dynamo.exc.TorchDynamoException`` | base class of all errors that stop a compilation, a graph break among them | 2.14.1 |
+| ``torch._dynamo.exc.TorchDynamoException`` | base class of errors that stop a compilation | 2.14.1 |
 | ``torch._dynamo.pgo`` | make the strengths of adapters inputs of a graph from the first capture | 2.14.1 |
 | ``torch._dynamo.utils.counters`` | count graphs that are compiled, and cache hits of Inductor | 2.14.1 |
 | ``torch._inductor.utils.clear_caches`` | make Inductor read compiled graphs from its cache folder again | 2.14.1 |
 | ``torch._inductor.compile_fx.compile_fx`` | the ``inductor`` executor | 2.11.0, 2.14.1 |
 | ``torch._subclasses.FakeTensor`` | shapes of traced and rewritten nodes | 2.11.0, 2.14.1 |
-| ``torch.nn.attention._sdpa_kernel``, ``_cur_sdpa_kernel_backends`` | the backends of attention inside ``sdpa_kernel`` | 2.14.1 |
+| ``torch.nn.attention._sdpa_kernel``, ``_cur_sdpa_kernel_backends`` | the backends in ``sdpa_kernel`` | 2.14.1 |
 | ``nn.Module._compiled_call_impl`` | the attribute that ``module.compile()`` sets and calls go to | 2.11.0, 2.14.1 |
 | ``nn.Module._call_impl`` | the call with hooks, as ``module.compile()`` captures it | 2.11.0, 2.14.1 |
 | ``SymInt.node.hint`` | real sizes for the probe | 2.11.0, 2.14.1 |

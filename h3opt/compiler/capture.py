@@ -29,7 +29,6 @@ from h3opt.pipeline.graph_calls import note_graph_call
 from h3opt.pipeline.hooks import wrap_calls
 from h3opt.pipeline.region import Region
 
-
 MAX_STRUCTURES = 64
 """Structures of a region that are kept, besides one for each module; see :mod:`h3opt.compiler.structure`."""
 

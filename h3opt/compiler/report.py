@@ -16,8 +16,8 @@ class PassReport:
     Attributes:
         name, kind: as registered.
         promise: the promise of the pass.
-        state: ``"on"``, ``"declined"`` (see ``reason``), ``"idle"`` (it changed nothing in all that ran, see ``reason``)
-            or ``"waiting"`` (nothing captured yet).
+        state: ``"on"``, ``"declined"`` (see ``reason``), ``"idle"`` (it changed nothing in all that ran, see
+            ``reason``) or ``"waiting"`` (nothing captured yet).
         reason: why the pass declined or was idle.
         matched, expected: sites over all modules; ``None`` while unknown.
         per_region: region → (matched, expected) sites in a captured graph, e.g. ``{"transformer.block": (1, 1)}``.

@@ -1,9 +1,9 @@
 """The structure of a module: what a captured graph depends on and Dynamo does not guard.
 
-Dynamo guards tensors, sizes and most attributes, but not the hooks of nested modules (``skip_nnmodule_hook_guards``), so
-a block with a hook would run the graph of a block without it. What Dynamo does guard counts against a limit on captures
-for each compiled function, which a few configurations of adapters exhaust. Therefore each structure has a compiled
-function of its own.
+Dynamo guards tensors, sizes and most attributes, but not the hooks of nested modules (``skip_nnmodule_hook_guards``),
+so a block with a hook would run the graph of a block without it. What Dynamo does guard counts against a limit on
+captures for each compiled function, which a few configurations of adapters exhaust. Therefore each structure has a
+compiled function of its own.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def structure_of(module: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def hook_functions(module: torch.nn.Module) -> list[Any]:
-    """Return the hooks and patched forwards of a module and its submodules, which :func:`structure_of` has by ``id``."""
+    """Return the hooks and patched forwards inside a module, which :func:`structure_of` has by ``id``."""
     return list(_hook_functions(module))
 
 

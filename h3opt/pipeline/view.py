@@ -54,9 +54,9 @@ class PipelineView:
             if len({id(item) for item in candidates.values()}) > 1:
                 raise PipelineError(
                     f"{type(target).__name__} has several components that can be the {name}: {', '.join(candidates)}. "
-                    f"Keep one of them, or optimize the models one by one: h3opt.optimize(pipe.{next(iter(candidates))})."
+                    f"Keep one of them, or optimize them one by one: h3opt.optimize(pipe.{next(iter(candidates))})."
                 )
-            known |= {name: item for item in candidates.values()}
+            known.update((name, item) for item in candidates.values())
             if second is not None and known.setdefault(name, second) is not second:
                 known[minimax_h3.SECOND_TRANSFORMER] = second
         if not known:

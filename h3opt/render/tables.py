@@ -165,6 +165,8 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     lines += [f"{entry.name} first moved {entry.culprit}" for entry in verdict.passes if entry.culprit is not None]
     if not verdict.held:
         blamed = "no pass, but there are faults" if verdict.faults else "the capture itself, with no pass on"
+        if not verdict.together_held:
+            blamed = f"all passes together, which may move {verdict.together}"
         lines.append(f"promise broken by: {', '.join(verdict.broken) or blamed}")
     lines.append(f"output moved by: {', '.join(verdict.moved) or 'no pass'}")
     return lines

@@ -18,7 +18,7 @@ from h3opt.errors import PipelineError
 from h3opt.metrics.bits import bits_equal
 from h3opt.pipeline.generation import GenerationSettings
 from h3opt.pipeline.view import PipelineView
-from h3opt.reference import tiny_call, trained_pipeline
+from h3opt.reference import trained_pipeline
 
 pytestmark = pytest.mark.xdist_group("daily use, capture")
 
