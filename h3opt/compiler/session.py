@@ -165,7 +165,7 @@ class Session:
             for captured in region.captured:
                 for node in self._nodes_run(captured):
                     if getattr(node.target, "namespace", None) == "h3opt":
-                        counts[node.target._opname.rpartition("_v")[0]] += captured.calls
+                        counts[_operator_name(node)] += captured.calls
         return counts
 
     def bytes_moved(self) -> int:
@@ -176,7 +176,7 @@ class Session:
                 for node in self._nodes_run(captured):
                     if getattr(node.target, "namespace", None) != "h3opt":
                         continue
-                    if node.target._opname.rpartition("_v")[0] in kernel_names:
+                    if _operator_name(node) in kernel_names:
                         values = [operand.meta.get("val") for operand in (node, *node.all_input_nodes)]
                         total += captured.calls * _count_bytes(values)
         return total
@@ -305,6 +305,13 @@ class _KeepAlive:
 
     def __call__(self, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return proceed(*args, **kwargs)
+
+
+def _operator_name(node: Node) -> str:
+    """The name of an operator of h3opt without the version."""
+    target: Any = node.target
+    name: str = target._opname.rpartition("_v")[0]
+    return name
 
 
 def _count_bytes(values: Any) -> int:

@@ -121,7 +121,7 @@ def _transformer_blocks(transformer: Any, name: str) -> list[Region]:
         "adaln_indices": (_ROWS,),
         "rotary_emb": (_ROWS,),
     }
-    kinds = {
+    kinds: dict[str, tuple[Any, Mapping[str, tuple[int, ...]]]] = {
         "block": (transformer_blocks(transformer), dynamic),
         "refiner": (refiner_blocks(transformer), {"hidden_states": (_BATCH, _TOKENS)}),
     }

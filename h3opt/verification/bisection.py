@@ -111,9 +111,9 @@ def bisect_pass(
     first = with_pass.first_changed(without)
     if first is None:
         return Culprit("", 0, True, None, "nothing moved when it was run again: the change depends on chance")
-    error = None
+    relative = None
     if isinstance(tested, GraphPass) and isinstance(tested.promise, Perceptual):
-        first, error = _worst_call(session, others, tested, requests) or (first, None)
+        first, relative = _worst_call(session, others, tested, requests) or (first, None)
     path, number = first
     inputs_equal = without.inputs[first] == with_pass.inputs[first]
     for passes, trace in runs:
@@ -149,7 +149,7 @@ def bisect_pass(
         for fault in find_head_faults(site or path, expected, actual, heads)
     ]
     saved_in = None if unsaved else str(folder)
-    return Culprit(path, number, inputs_equal, site, evidence.difference, alone, faults, saved_in, unsaved, error)
+    return Culprit(path, number, inputs_equal, site, evidence.difference, alone, faults, saved_in, unsaved, relative)
 
 
 def call_submodules(
