@@ -208,7 +208,7 @@ def test_perceptual_passes_may_move_no_more_together_than_the_sum_of_their_promi
     assert not together(0.0401, 50.0, promised, other, floors=[]), "each held, and both tint alike"
     assert not together(0.01, 36.9, promised, other, floors=[]), "half the noise power each"
     assert not together(float("nan"), 50.0, promised, other, floors=[])
-    assert together(0.0599, 36.96, promised, other, rounding, floors=[floor])
+    assert together(0.0599, 36.97, promised, other, rounding, floors=[floor])
     declined = dataclasses.replace(other, held=None, declined="no FP8")
     assert not together(0.035, 50.0, promised, declined, floors=[])
     assert sample_verdict(passes=[dataclasses.replace(promised, promise=Exact())]).together is None
