@@ -22,11 +22,15 @@ from torch.fx import GraphModule
 
 from h3opt import _torch_private as private
 from h3opt.compiler.lowering import LoweredGraph
+from h3opt.compiler.structure import adapter_strengths, hook_functions, structure_of
 from h3opt.errors import H3OptError, PipelineError
 from h3opt.graph.tracing import retrace
 from h3opt.pipeline.graph_calls import note_graph_call
 from h3opt.pipeline.hooks import wrap_calls
 from h3opt.pipeline.region import Region
+
+MAX_STRUCTURES = 64
+"""Structures of a region that are kept, besides one for each module; see :mod:`h3opt.compiler.structure`."""
 
 
 class Planner(Protocol):
@@ -47,8 +51,10 @@ class Planner(Protocol):
 class CapturedRegion:
     """The captured graphs of a region, and the state of the running call.
 
+    Modules share graphs only as long as they have the same structure, see :mod:`h3opt.compiler.structure`.
+
     Attributes:
-        region: the modules that share the graphs.
+        region: the modules that are captured.
         captured: the graphs captured so far.
         running: ``id`` of the module that was called last.
         listener: called as ``listener(captured, args)`` before a graph runs; bisection keeps arguments with it.
@@ -58,7 +64,8 @@ class CapturedRegion:
     captured: list[CapturedGraph] = field(default_factory=list)
     running: int = 0
     listener: Callable[[CapturedGraph, tuple[Any, ...]], None] | None = None
-    _compiled: dict[tuple[type, ...], Callable[..., Any]] = field(default_factory=dict)
+    _structures: dict[tuple[Any, ...], _Structure] = field(default_factory=dict)
+    _calls: int = 0
 
     @property
     def name(self) -> str:
@@ -72,14 +79,55 @@ class CapturedRegion:
 
     def install(self, planner: Planner) -> Callable[[], None]:
         """Send the calls of every module through a captured graph; returns a function that undoes it."""
-        # Passes that replace submodules need other graphs; the graphs of the earlier structure are kept.
-        structure = tuple(type(submodule) for submodule in self.modules[0].modules())
-        if structure not in self._compiled:
-            self._compiled[structure] = _own_code_object(self, planner)
         undo = ExitStack()
         for module in self.modules:
-            wrap_calls(module, _Entry(self, module, self._compiled[structure], planner), undo, innermost=True)
+            wrap_calls(module, _Entry(self, module, planner), undo, innermost=True)
         return undo.close
+
+    def compiled_for(self, module: torch.nn.Module, planner: Planner) -> Callable[..., Any]:
+        """The compiled function for the present structure of ``module``; graphs of earlier structures are kept.
+
+        Raises:
+            PipelineError: the structure is another with every call, so capturing would never end.
+        """
+        key = structure_of(module)
+        structure = self._structures.get(key)
+        if structure is None:
+            if len(self._structures) >= MAX_STRUCTURES + len(self.modules):
+                self._drop_least_recent()
+            structure = self._structures[key] = _Structure(hook_functions(module))
+            structure.compiled = _own_code_object(self, structure, planner, adapter_strengths(module))
+        self._calls += 1
+        structure.calls, structure.last_call = structure.calls + 1, self._calls
+        return structure.compiled
+
+    def _drop_least_recent(self) -> None:
+        dropped = self._structures.pop(min(self._structures, key=lambda key: self._structures[key].last_call))
+        self.captured = [graph for graph in self.captured if all(graph is not other for other in dropped.captured)]
+        if dropped.calls == 1:
+            raise PipelineError(
+                f"{self.name} gets new hooks or adapters for every call, and each call needs a new capture. Add them "
+                "once, or run it without h3opt."
+            )
+
+
+@dataclass(eq=False)
+class _Structure:
+    """What is captured for one structure of the modules of a region.
+
+    Attributes:
+        hooks: hooks that the key of the structure has by ``id``: they must live as long as the key.
+        compiled: called as ``compiled(module, args, kwargs)``.
+        captured: the graphs.
+        calls: how often a module of this structure was called.
+        last_call: number of the last such call, among all calls of the region.
+    """
+
+    hooks: list[Any]
+    compiled: Callable[..., Any] = field(init=False)
+    captured: list[CapturedGraph] = field(default_factory=list)
+    calls: int = 0
+    last_call: int = 0
 
 
 class CapturedGraph:
@@ -126,8 +174,8 @@ class CapturedGraph:
 class _Entry:
     """A call wrapper that sends the calls of a module through a captured graph."""
 
-    def __init__(self, owner: CapturedRegion, module: torch.nn.Module, compiled: Callable[..., Any], planner: Planner):
-        self._owner, self._module, self._compiled, self._planner = owner, module, compiled, planner
+    def __init__(self, owner: CapturedRegion, module: torch.nn.Module, planner: Planner) -> None:
+        self._owner, self._module, self._planner = owner, module, planner
         self._names = list(inspect.signature(module.forward).parameters)
 
     def __call__(self, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -138,27 +186,40 @@ class _Entry:
                     private.mark_dynamic(tensor, dims[name])
         self._owner.running = id(self._module)
         try:
+            compiled = self._owner.compiled_for(self._module, self._planner)
             if not self._owner.captured:
                 with _collector_paused():
-                    return self._compiled(self._module, args, kwargs)
-            return self._compiled(self._module, args, kwargs)
+                    return compiled(self._module, args, kwargs)
+            return compiled(self._module, args, kwargs)
         except H3OptError as error:
             self._planner.failed(error)
             raise
         except private.BackendCompilerFailed as failure:
             cause = failure.inner_exception
-            if not isinstance(cause, H3OptError):
+            if isinstance(cause, H3OptError):
+                self._planner.failed(cause)
+                raise cause from None
+            if isinstance(cause, torch.OutOfMemoryError):
                 raise
-            self._planner.failed(cause)
-            raise cause from None
-        except private.Unsupported as failure:
-            reason = str(failure).strip().partition("\n")[0].rstrip(".")
-            refusal = PipelineError(
-                f"{self._owner.name} cannot be captured as one graph: {reason}. Take off what was added to "
-                f"{type(self._module).__name__} (hooks, adapters, a patched forward), or run it without h3opt."
-            )
-            self._planner.failed(refusal)
-            raise refusal from failure
+            raise self._refusal(f"cannot be traced: {_first_line(cause)}") from failure
+        except private.RecompileLimit as failure:
+            reason = "reads something that changes with every call, so that every call would be captured anew"
+            raise self._refusal(reason) from failure
+        except private.CompileFailed as failure:
+            raise self._refusal(f"cannot be captured as one graph: {_first_line(failure)}") from failure
+
+    def _refusal(self, reason: str) -> PipelineError:
+        """The error for a module that cannot be captured; the planner is told."""
+        refusal = PipelineError(
+            f"{self._owner.name} {reason}. Take off what was added to {type(self._module).__name__} (hooks, adapters, "
+            "a patched forward), or run it without h3opt."
+        )
+        self._planner.failed(refusal)
+        return refusal
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or repr(error)).partition("\n")[0].rstrip(".")
 
 
 @contextmanager
@@ -185,11 +246,17 @@ class _WeakGraph:
         return captured(*args)
 
 
-def _own_code_object(captured_region: CapturedRegion, planner: Planner) -> Callable[..., Any]:
-    """A compiled caller with a code object for this region alone.
+def _own_code_object(
+    captured_region: CapturedRegion, structure: _Structure, planner: Planner, varying: Sequence[str]
+) -> Callable[..., Any]:
+    """A compiled caller with a code object for one structure of this region alone.
 
     Dynamo keeps graphs, and the limit on recompilations, per code object. ``module.compile()`` shares one between
-    all modules of a process; with a copy per region, two pipelines do not affect each other.
+    all modules of a process; with a copy per region and structure, neither two pipelines nor two adapters affect each
+    other.
+
+    Args:
+        varying: floats inside the module that a graph takes as inputs, as paths that start at the module.
     """
 
     def call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -197,14 +264,17 @@ def _own_code_object(captured_region: CapturedRegion, planner: Planner) -> Calla
 
     # Dynamo keeps backends and their results longer than a pipeline lives; they must not keep the pipeline alive.
     region_ref, planner_ref = weakref.ref(captured_region), weakref.ref(planner)
+    structure_ref = weakref.ref(structure)
 
     def backend(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        region, planner = region_ref(), planner_ref()
-        assert region is not None and planner is not None  # the caller keeps both alive
+        region, structure, planner = region_ref(), structure_ref(), planner_ref()
+        assert region is not None and structure is not None and planner is not None  # the caller keeps them alive
         captured = CapturedGraph(region, retrace(graph), example_inputs, planner)
         region.captured.append(captured)
+        structure.captured.append(captured)
         return _WeakGraph(captured)
 
     name = f"h3opt_{captured_region.name.replace('.', '_')}"
     own = types.FunctionType(call.__code__.replace(co_name=name), call.__globals__, name)
+    private.mark_floats_dynamic(own, [f"L['module']{path}" for path in varying])
     return torch.compile(own, backend=backend, fullgraph=True)

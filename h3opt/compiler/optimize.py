@@ -98,8 +98,7 @@ def prepare(
     Raises:
         H3OptError: an argument is unknown or contradicts another.
     """
-    view = PipelineView.of(target)
-    chosen, notice = _choose_profile(profile, view)
+    chosen, notice = _choose_profile(profile, PipelineView.of(target))
     settings = {
         "executor": executor or chosen.executor,
         "scope": scope or chosen.scope,
@@ -205,7 +204,7 @@ def _choose_profile(profile: str | Profile, view: PipelineView) -> tuple[Profile
     if isinstance(profile, Profile):
         return profile, None
     if profile == "auto":
-        return detect_profile(next(view.modules[0].parameters()).device)
+        return detect_profile(view.weights_device)
     return load_profile(profile), None
 
 

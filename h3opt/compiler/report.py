@@ -16,8 +16,9 @@ class PassReport:
     Attributes:
         name, kind: as registered.
         promise: the promise of the pass.
-        state: ``"on"``, ``"declined"`` (see ``reason``) or ``"waiting"`` (nothing captured yet).
-        reason: why the pass declined.
+        state: ``"on"``, ``"declined"`` (see ``reason``), ``"idle"`` (it changed nothing in all that ran, see
+            ``reason``) or ``"waiting"`` (nothing captured yet).
+        reason: why the pass declined or was idle.
         matched, expected: sites over all modules; ``None`` while unknown.
         per_region: region → (matched, expected) sites in a captured graph, e.g. ``{"transformer.block": (1, 1)}``.
         sites: the sites that were rewritten, for the first graph of each region.
@@ -43,6 +44,11 @@ class PassReport:
     def declined(self) -> str | None:
         """The reason the pass declined, ``None`` if it did not."""
         return self.reason if self.state == "declined" else None
+
+    @property
+    def idle(self) -> str | None:
+        """The reason the pass changed nothing in all that ran, ``None`` if it changed something or nothing ran."""
+        return self.reason if self.state == "idle" else None
 
     @property
     def counts(self) -> str:
@@ -107,7 +113,7 @@ class Report:
                 entry.kind,
                 entry.counts,
                 str(entry.promise),
-                entry.declined or f"{entry.state}; {entry.proof}",
+                entry.declined or (f"idle: {entry.idle}" if entry.idle else f"{entry.state}; {entry.proof}"),
             )
             for entry in self
         ]

@@ -77,8 +77,9 @@ class Session:
         """
         try:
             self._regions = self._regions or [CapturedRegion(region) for region in self.view.regions()]
-            if self.view.transformer is not None:
-                wrap_calls(self.view.transformer, _SingleThread(), self._undo_modules)
+            for view in self.view.views:
+                if view.transformer is not None:
+                    wrap_calls(view.transformer, _SingleThread(), self._undo_modules)
             self._install_passes(passes)
             for region in self._regions:
                 self._undo_capture.callback(region.install(self))
@@ -131,7 +132,7 @@ class Session:
 
     def applies(self, candidate: Pass) -> bool:
         """Whether a pass can run on this device and pipeline."""
-        return candidate.applies(self.device, self.view) is None
+        return any(candidate.applies(self.device, view) is None for view in self.view.views)
 
     @property
     def plan_key(self) -> Any:
@@ -200,6 +201,8 @@ class Session:
             elif item.name in self._installed_sites:
                 entry.state = "on"
                 entry.matched, entry.expected = self._installed_sites[item.name]
+                if not entry.matched:
+                    entry.state, entry.reason = "idle", "nothing in the pipeline was changed"
             else:
                 self._sum_graphs(entry)
         return report
@@ -234,6 +237,9 @@ class Session:
             entry.near_misses += [f"{region.name}: {miss}" for miss in outcomes[0].near_misses]
         if entry.refused and not entry.matched:
             entry.state, entry.reason = "declined", entry.refused[0]
+        elif entry.state == "on" and not entry.matched:
+            nearest = f"; nearest non-match: {entry.near_misses[0]}" if entry.near_misses else ""
+            entry.state, entry.reason = "idle", f"no site in {', '.join(entry.per_region)}{nearest}"
         if probed:
             entry.proof = (
                 f"probe: bits equal at {probed} sites" if isinstance(entry.promise, Exact) else f"{probed} probes"
@@ -245,15 +251,16 @@ class Session:
     def _install_passes(self, passes: Sequence[Pass]) -> None:
         self.passes = in_order(passes)
         self._declined, self._installed_sites = {}, {}
-        for item in self.passes:
-            reason = item.applies(self.device, self.view)
-            if reason is not None:
-                self._declined[item.name] = reason
+        applies = {item.name: [item.applies(self.device, view) for view in self.view.views] for item in self.passes}
+        self._declined = {name: reasons[0] for name, reasons in applies.items() if reasons[0] and None not in reasons}
         for item in self._applicable():
             if isinstance(item, (FormatPass, SchedulePass)):
-                expected = item.expect(self.view)
+                views = [
+                    view for view, reason in zip(self.view.views, applies[item.name], strict=True) if reason is None
+                ]
+                expected = sum(item.expect(view) for view in views)
                 try:
-                    matched = item.install(self.view, self._undo_modules)
+                    matched = sum(item.install(view, self._undo_modules) for view in views)
                 except H3OptError:
                     raise
                 except Exception as error:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
-from h3opt.graph.nodes import mutating_node, value
+from h3opt.graph.nodes import attention_backends, mutating_node, value
 
 aten = torch.ops.aten
 
@@ -191,7 +191,7 @@ def _merge_equal_nodes(module: GraphModule) -> None:
             seen.clear()
         if not _is_pure(node) or any(user.op == "output" for user in node.users):
             continue  # outputs stay separate tensors: the caller may write to one of them
-        key = (node.target, _hashable(node.args), _hashable(node.kwargs))
+        key = (node.target, _hashable(node.args), _hashable(node.kwargs), attention_backends(node))
         if key in seen:
             node.replace_all_uses_with(seen[key])
             module.graph.erase_node(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,31 @@ def value(node: Any) -> torch.Tensor | None:
     """Return the fake tensor of a node; ``None`` for literals and for nodes without a tensor."""
     fake = node.meta.get("val") if isinstance(node, Node) else None
     return fake if isinstance(fake, torch.Tensor) else None
+
+
+_BACKENDS = "h3opt_attention_backends"
+
+
+def note_attention_backends(node: Node, backends: Sequence[str], in_order: bool) -> None:
+    """Note that attention at ``node`` may use these backends alone; nodes that are traced from it inherit the note.
+
+    Args:
+        node: a node of a Dynamo graph.
+        backends: names of ``torch.nn.attention.SDPBackend``.
+        in_order: whether earlier backends are preferred.
+    """
+    node.meta["custom"] = {**node.meta.get("custom", {}), _BACKENDS: (tuple(backends), in_order)}
+
+
+def attention_backends(node: Node) -> tuple[tuple[str, ...], bool] | None:
+    """Return the backends that attention at ``node`` may use, and whether they are in order of preference.
+
+    ``None`` for nodes that are no attention, and where the model chooses no backend.
+    """
+    if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
+        return None
+    noted: tuple[tuple[str, ...], bool] | None = node.meta.get("custom", {}).get(_BACKENDS)
+    return noted
 
 
 def copy_graph(module: GraphModule) -> GraphModule:

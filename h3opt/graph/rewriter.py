@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from h3opt.errors import PassDefinitionError, PassFailedError
 from h3opt.graph.matcher import Match, NearMiss, Rule, match_at, traced
-from h3opt.graph.nodes import describe_site, mutating_node, value
+from h3opt.graph.nodes import attention_backends, describe_site, mutating_node, value
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Outcome:
     Attributes:
         matched: how many sites were rewritten.
         sites: these sites.
-        refused: sites that ``accept`` refused, with the reason.
+        refused: sites that ``accept`` refused, or where the model chooses how attention runs, with the reason.
         near_misses: sites that match in part, the nearest first.
     """
 
@@ -66,7 +66,9 @@ def apply_rules(
                 if miss is not None and miss.matched > 1:
                     missed.append((anchor, miss))
                 continue
-            reason = accept(match) if accept is not None else None
+            reason = _chosen_attention(match)
+            if reason is None and accept is not None:
+                reason = accept(match)
             if reason is not None:
                 outcome.refused.append(f"{match.site}: {reason}")
                 continue
@@ -82,6 +84,17 @@ def apply_rules(
         module.graph.lint()
         module.recompile()
     return outcome
+
+
+def _chosen_attention(match: Match) -> str | None:
+    """Why attention of a site must stay: the user has chosen the implementation."""
+    for node in match.nodes.values():
+        if (chosen := attention_backends(node)) is not None:
+            return (
+                f"attention is restricted to {', '.join(chosen[0])} there, by set_attention_backend(), "
+                "attention_backend() or sdpa_kernel()"
+            )
+    return None
 
 
 def _replace(module: GraphModule, match: Match) -> None:

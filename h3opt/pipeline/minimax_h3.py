@@ -39,6 +39,9 @@ def component_classes() -> dict[str, type]:
     }
 
 
+SECOND_TRANSFORMER = "transformer_ref"
+"""Component with the denoiser of runs with references; the other runs use the component ``transformer``."""
+
 OPTIONAL_COMPONENTS = frozenset({"transformer_ref", "processor"})
 """Components that only runs with reference videos and runs with images need."""
 
@@ -75,29 +78,32 @@ def decoder_blocks(vae: Any) -> Any:
 _BATCH, _TOKENS, _ROWS = 0, 1, 0  # dimensions of [batch, tokens, channels] and of [rows, ...]
 
 
-def regions(transformer: Any, vae: Any, scope: str) -> list[Region]:
+def regions(transformer: Any, vae: Any, scope: str, name: str = "transformer") -> list[Region]:
     """Return what is captured: each class of repeated blocks, or the transformer as a whole.
 
     Args:
         transformer, vae: the components; ``None`` for a missing component.
         scope: ``"block"``, or ``"model"`` for the transformer as a whole.
+        name: name of the transformer, with which the names of its regions begin.
     """
     captured = []
     if transformer is not None:
-        captured += [_whole_transformer(transformer)] if scope == "model" else _transformer_blocks(transformer)
+        captured += (
+            [_whole_transformer(transformer, name)] if scope == "model" else _transformer_blocks(transformer, name)
+        )
     if vae is not None:
         dynamic = {"hidden_states": (_BATCH, _TOKENS), "rotary_emb": (_BATCH, _TOKENS)}
         captured.append(Region("vae.block", list(decoder_blocks(vae)), dynamic))
     return [region for region in captured if region.modules]
 
 
-def _whole_transformer(transformer: Any) -> Region:
+def _whole_transformer(transformer: Any, name: str) -> Region:
     tokens = ("hidden_states", "audio_hidden_states", "encoder_hidden_states")
     rows = (
         "timestep", "timestep_indices", "token_tags", "position_ids", "video_indices", "audio_indices", "text_indices",
     )  # fmt: skip
     return Region(
-        "transformer",
+        name,
         [transformer],
         dict.fromkeys(tokens, (_BATCH, _TOKENS)) | dict.fromkeys(rows, (_ROWS,)),
         {
@@ -108,16 +114,20 @@ def _whole_transformer(transformer: Any) -> Region:
     )
 
 
-def _transformer_blocks(transformer: Any) -> list[Region]:
+def _transformer_blocks(transformer: Any, name: str) -> list[Region]:
     dynamic = {
         "hidden_states": (_BATCH, _TOKENS),
         "temb": (_ROWS,),
         "adaln_indices": (_ROWS,),
         "rotary_emb": (_ROWS,),
     }
+    kinds: dict[str, tuple[Any, Mapping[str, tuple[int, ...]]]] = {
+        "block": (transformer_blocks(transformer), dynamic),
+        "refiner": (refiner_blocks(transformer), {"hidden_states": (_BATCH, _TOKENS)}),
+    }
     return [
-        Region("transformer.block", list(transformer_blocks(transformer)), dynamic),
-        Region("transformer.refiner", list(refiner_blocks(transformer)), {"hidden_states": (_BATCH, _TOKENS)}),
+        Region(f"{name}.{kind}", list(blocks), dims, {} if name == "transformer" else {f"transformer.{kind}": 1})
+        for kind, (blocks, dims) in kinds.items()
     ]
 
 

@@ -19,8 +19,8 @@ class Region:
         modules: the modules, all of the same class.
         dynamic_dims: for each positional or keyword argument of ``forward``, the dimensions that vary between calls
             (tokens, rows of a table); the tensors of a tuple share one entry.
-        holds: how many repeated blocks of each kind one graph spans; empty for a region of repeated blocks, where each
-            graph spans a single block.
+        holds: how many repeated blocks of each kind one graph spans; empty for a region of repeated blocks that is
+            named after the kind, where each graph spans a single block.
     """
 
     name: str

@@ -22,6 +22,8 @@ class PipelineView:
         transformer: the denoiser.
         vae: the video autoencoder.
         audio_vae: the audio autoencoder.
+        transformer_ref: the denoiser of runs with references, where it is another than ``transformer``; passes see it
+            as the transformer of a view of its own, see :attr:`views`.
         scope: what one captured graph spans, ``"block"`` or ``"model"``.
         restorable: whether passes must keep what they replace, to put it back.
     """
@@ -31,6 +33,7 @@ class PipelineView:
     transformer: Any = None
     vae: Any = None
     audio_vae: Any = None
+    transformer_ref: Any = None
     scope: str = "block"
     restorable: bool = True
 
@@ -39,16 +42,23 @@ class PipelineView:
         """Find the components of a pipeline, or take a single model.
 
         Raises:
-            PipelineError: nothing in it is a MiniMax-H3 component.
+            PipelineError: nothing in it is a MiniMax-H3 component, or two components could be meant.
         """
         components = getattr(target, "components", None)
         is_pipeline = isinstance(components, dict)
-        candidates = list(components.values()) if isinstance(components, dict) else [target]
+        named: dict[str, Any] = components if isinstance(components, dict) else {"": target}
         known: dict[str, Any] = {}
         for name, component_class in minimax_h3.component_classes().items():
-            for candidate in candidates:
-                if isinstance(candidate, component_class):
-                    known.setdefault(name, candidate)
+            candidates = {key: item for key, item in named.items() if isinstance(item, component_class)}
+            second = candidates.pop(minimax_h3.SECOND_TRANSFORMER, None) if name == "transformer" else None
+            if len({id(item) for item in candidates.values()}) > 1:
+                raise PipelineError(
+                    f"{type(target).__name__} has several components that can be the {name}: {', '.join(candidates)}. "
+                    f"Keep one of them, or optimize them one by one: h3opt.optimize(pipe.{next(iter(candidates))})."
+                )
+            known.update((name, item) for item in candidates.values())
+            if second is not None and known.setdefault(name, second) is not second:
+                known[minimax_h3.SECOND_TRANSFORMER] = second
         if not known:
             raise PipelineError(
                 f"{type(target).__name__} has no component h3opt knows. Pass a diffusers MiniMax-H3 pipeline with its "
@@ -59,12 +69,37 @@ class PipelineView:
     @property
     def modules(self) -> list[torch.nn.Module]:
         """The known components that are present."""
-        return [module for module in (self.transformer, self.vae, self.audio_vae) if module is not None]
+        known = (self.transformer, self.vae, self.audio_vae, self.transformer_ref)
+        return [module for module in known if module is not None]
+
+    @property
+    def views(self) -> list[PipelineView]:
+        """This view, and a view of ``transformer_ref`` alone if there is one: passes are installed in each."""
+        if self.transformer_ref is None:
+            return [self]
+        return [self, PipelineView(transformer=self.transformer_ref, scope=self.scope, restorable=self.restorable)]
+
+    @property
+    def weights_device(self) -> torch.device:
+        """The device that the weights are on.
+
+        Raises:
+            PipelineError: there are no weights on a device: they are offloaded, or were never loaded.
+        """
+        for module in self.modules:
+            if any(parameter.is_meta for parameter in module.parameters()):
+                raise PipelineError(
+                    f"Weights of {type(module).__name__} are on the meta device, so there is nothing to optimize: "
+                    "cpu_offload() of accelerate keeps them elsewhere between calls, or they were never loaded. Call "
+                    "accelerate.hooks.remove_hook_from_module(model, recurse=True) or load the weights, and optimize "
+                    "then."
+                )
+        return next(self.modules[0].parameters()).device
 
     @property
     def device(self) -> Device:
-        """The device that the components are on."""
-        return Device.of(next(self.modules[0].parameters()).device)
+        """The device that the components are on; see :attr:`weights_device`."""
+        return Device.of(self.weights_device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,4 +110,5 @@ class PipelineView:
 
     def regions(self) -> list[Region]:
         """What to capture: each repeated block class once, or the transformer as a whole with ``scope="model"``."""
-        return minimax_h3.regions(self.transformer, self.vae, self.scope)
+        found = minimax_h3.regions(self.transformer, self.vae, self.scope)
+        return found + minimax_h3.regions(self.transformer_ref, None, self.scope, minimax_h3.SECOND_TRANSFORMER)

@@ -94,9 +94,8 @@ def report_table(report: Report) -> Table:
     """Render what each pass did, without a comparison of clips."""
     table = _table("pass", "kind", "sites", "promise", "state")
     for entry in report:
-        state = (
-            Text(f"declined: {entry.declined}", style="yellow") if entry.declined else f"{entry.state}; {entry.proof}"
-        )
+        without = entry.declined or entry.idle
+        state = Text(f"{entry.state}: {without}", style="yellow") if without else f"{entry.state}; {entry.proof}"
         table.add_row(entry.name, entry.kind, entry.counts, str(entry.promise), state)
     return table
 
@@ -110,15 +109,15 @@ def verdict_table(verdict: Verdict) -> Table:
     table.padding = (0, 1, 0, 0)
     styles = {True: ("held", "green"), False: ("BROKEN", "bold red"), None: ("declined", "yellow")}
     for entry in verdict.passes:
-        word, style = styles[entry.held]
+        word, style = ("IDLE", "bold red") if entry.idle else styles[entry.held]
         floor = entry.of_floor
-        unmeasured = entry.declined or entry.difference.equal
+        unmeasured = entry.declined or entry.idle or entry.difference.equal
         table.add_row(
             entry.name,
             entry.kind,
             entry.counts,
             _shorten(str(entry.promise)),
-            "–" if entry.declined else _shorten(str(entry.difference)).removeprefix("LPIPS "),
+            "–" if entry.declined or entry.idle else _shorten(str(entry.difference)).removeprefix("LPIPS "),
             "–" if unmeasured or floor is None else multiple_digits(floor),
             Text(word, style=style),
             f"{entry.seconds:.1f}" if entry.seconds < 10 else f"{entry.seconds:.0f}",
@@ -132,6 +131,7 @@ def verdict_table(verdict: Verdict) -> Table:
 def verdict_lines(verdict: Verdict) -> list[str]:
     """The sentences below the table: passes that declined, and the comparisons with the unmodified pipeline."""
     lines = [f"{entry.name} declined: {entry.declined}" for entry in verdict.passes if entry.declined]
+    lines += [f"{entry.name} was idle, so nothing was verified: {entry.idle}" for entry in verdict.passes if entry.idle]
     rows = [("captured, no pass on", str(verdict.capture))]
     if verdict.exact_set is not None:
         exact = sum(isinstance(entry.promise, Exact) for entry in verdict.passes)
@@ -165,6 +165,8 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     lines += [f"{entry.name} first moved {entry.culprit}" for entry in verdict.passes if entry.culprit is not None]
     if not verdict.held:
         blamed = "no pass, but there are faults" if verdict.faults else "the capture itself, with no pass on"
+        if not verdict.together_held:
+            blamed = f"all passes together, which may move {verdict.together}"
         lines.append(f"promise broken by: {', '.join(verdict.broken) or blamed}")
     lines.append(f"output moved by: {', '.join(verdict.moved) or 'no pass'}")
     return lines

@@ -3,13 +3,16 @@
 The pipeline runs without the pass and with it. Checksums of the inputs and outputs of every block, and of every module
 outside the captured blocks, are compared, and the first call with another output is examined further: a graph pass is
 applied at one site at a time to the graph that ran, with the tensors that it ran with; for other passes the module is
-called by itself and its submodules are compared. The tensors of the first difference are saved
-(:mod:`h3opt.verification.evidence`) and can be replayed (:mod:`h3opt.verification.replay`).
+called by itself and its submodules are compared. A Perceptual graph pass changes every call a little, so the call and
+the site with the largest relative error of their own are examined, not the first. The tensors of the difference are
+saved (:mod:`h3opt.verification.evidence`) and can be replayed (:mod:`h3opt.verification.replay`).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,6 +24,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from h3opt.compiler.capture import CapturedGraph
+from h3opt.compiler.executors import direct
 from h3opt.compiler.lowering import Lowering
 from h3opt.compiler.session import Session
 from h3opt.errors import PipelineError
@@ -29,6 +33,7 @@ from h3opt.graph.rewriter import apply_rules
 from h3opt.metrics.bits import bits_equal
 from h3opt.pass_api.base import GraphFacts, GraphPass, Pass
 from h3opt.pass_api.ordering import in_order
+from h3opt.pass_api.promises import Perceptual
 from h3opt.pipeline.generation import GenerationSettings, generate
 from h3opt.pipeline.hooks import wrap_calls
 from h3opt.pipeline.view import PipelineView
@@ -41,7 +46,7 @@ Call = tuple[str, int]
 
 @dataclass(frozen=True)
 class Culprit:
-    """The first call that a pass changed.
+    """The first call that a pass changed, or for a Perceptual graph pass the call that it changed most.
 
     Attributes:
         module: path of the module from the pipeline, e.g. ``transformer.transformer_blocks.0``; empty if nothing
@@ -55,6 +60,8 @@ class Culprit:
         faults: faults by name that the tensors of the site show.
         folder: where the tensors were saved.
         unsaved: why they were not saved.
+        error: ``‖with − without‖ / ‖without‖`` of the call, on the inputs that it has without the pass, if it was
+            measured.
     """
 
     module: str
@@ -66,6 +73,7 @@ class Culprit:
     faults: list[Finding] = field(default_factory=list)
     folder: str | None = None
     unsaved: str | None = None
+    error: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The culprit as JSON-ready types."""
@@ -80,13 +88,14 @@ class Culprit:
         replay = f"; h3opt replay {self.folder}" if self.folder else ""
         unsaved = f"; no evidence was saved: {self.unsaved}" if self.unsaved else ""
         faults = "".join(f"; {fault}" for fault in self.faults)
-        return f"{self.module}, call {self.call}{inputs}{site}: {self.moved}{faults}{replay}{unsaved}"
+        error = "" if self.error is None else f", relative error {self.error:.3g}"
+        return f"{self.module}, call {self.call}{inputs}{site}: {self.moved}{error}{faults}{replay}{unsaved}"
 
 
 def bisect_pass(
     session: Session, installed: Sequence[Pass], requests: Sequence[GenerationSettings], folder: Path
 ) -> Culprit:
-    """Find the first call that the last of ``installed`` changed, and save its tensors.
+    """Find the call that the last of ``installed`` changed first, or most, and save its tensors.
 
     Args:
         session: the session of a whole pipeline. Any passes may be on; other passes may be on afterwards.
@@ -102,6 +111,9 @@ def bisect_pass(
     first = with_pass.first_changed(without)
     if first is None:
         return Culprit("", 0, True, None, "nothing moved when it was run again: the change depends on chance")
+    relative = None
+    if isinstance(tested, GraphPass) and isinstance(tested.promise, Perceptual):
+        first, relative = _worst_call(session, others, tested, requests) or (first, None)
     path, number = first
     inputs_equal = without.inputs[first] == with_pass.inputs[first]
     for passes, trace in runs:
@@ -137,7 +149,7 @@ def bisect_pass(
         for fault in find_head_faults(site or path, expected, actual, heads)
     ]
     saved_in = None if unsaved else str(folder)
-    return Culprit(path, number, inputs_equal, site, evidence.difference, alone, faults, saved_in, unsaved)
+    return Culprit(path, number, inputs_equal, site, evidence.difference, alone, faults, saved_in, unsaved, relative)
 
 
 def call_submodules(
@@ -158,8 +170,10 @@ def call_submodules(
     trace = _CallTrace(wanted)
     with ExitStack() as undo, torch.no_grad():
         for item in in_order(passes):
-            if not isinstance(item, GraphPass) and item.applies(view.device, view) is None:
-                item.install(view, undo)  # type: ignore[attr-defined]
+            if not isinstance(item, GraphPass):
+                for part in view.views:
+                    if item.applies(view.device, part) is None:
+                        item.install(part, undo)  # type: ignore[attr-defined]
         component, _, rest = path.partition(".")
         module = getattr(view, component).get_submodule(rest)
         trace.watch({f"{path}.{name}" if name else path: part for name, part in module.named_modules()}, undo)
@@ -244,7 +258,7 @@ def _uncaptured_modules(session: Session) -> dict[str, torch.nn.Module]:
             for name, child in module.named_children():
                 add(f"{path}.{name}", child)
 
-    for name in ("transformer", "vae", "audio_vae"):
+    for name in ("transformer", "transformer_ref", "vae", "audio_vae"):
         component = getattr(session.view, name)
         if component is not None:
             add(name, component)
@@ -269,6 +283,67 @@ def _keep_graph(session: Session, module: torch.nn.Module, trace: _CallTrace, un
     undo.callback(setattr, region, "listener", None)
 
 
+def _worst_call(
+    session: Session, others: Sequence[Pass], tested: GraphPass, requests: Sequence[GenerationSettings]
+) -> tuple[Call, float] | None:
+    """Find the call of a captured module with the largest relative error by ``tested``, on inputs without the pass.
+
+    Returns:
+        the call and the error; ``None`` if no call changes.
+    """
+    counts: Counter[str] = Counter()
+    graphs: dict[CapturedGraph, list[Callable[..., Any]]] = {}
+    worst: tuple[Call, float] | None = None
+
+    def measure(captured: CapturedGraph, args: tuple[Any, ...]) -> None:
+        nonlocal worst
+        path = paths[captured.owner.running]
+        call = path, counts[path]
+        counts[path] += 1
+        if captured not in graphs:
+            graphs[captured] = [direct(_lower(session, captured, passes), []) for passes in (others, [*others, tested])]
+        with torch.no_grad():
+            without, with_pass = (tensors_in(run(*_copy_tensors(args))) for run in graphs[captured])
+        error = max(map(_relative_error, without, with_pass), default=0.0)
+        if error > (0.0 if worst is None else worst[1]):
+            worst = call, error
+
+    session.change_passes(others)
+    for request in requests[:-1]:
+        generate(session.view.pipe, request)
+    paths = {id(module): path for path, module in _uncaptured_modules(session).items()}
+    with ExitStack() as undo:
+        for region in session.regions:
+            region.listener = measure
+            undo.callback(setattr, region, "listener", None)
+        generate(session.view.pipe, requests[-1])
+    return worst
+
+
+def _graph_passes(session: Session, passes: Sequence[Pass]) -> list[GraphPass]:
+    return [item for item in in_order(passes) if isinstance(item, GraphPass) and session.applies(item)]
+
+
+def _lower(session: Session, captured: CapturedGraph, passes: Sequence[Pass]) -> GraphModule:
+    """Rewrite a captured graph with the graph passes among ``passes``, without probes."""
+    chosen = _graph_passes(session, passes)
+    return Lowering("warn", probe=False).run(captured.graph, chosen, _facts(captured, chosen))[0]
+
+
+def _facts(captured: CapturedGraph, passes: Sequence[GraphPass]) -> GraphFacts:
+    region = captured.owner.region
+    return GraphFacts(region.name, region.holds or {region.name: 1}, passes=tuple(passes))
+
+
+def _relative_error(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """``‖actual − expected‖ / ‖expected‖``; infinite where it is not a number."""
+    if not expected.is_floating_point() or bits_equal(expected, actual):
+        return 0.0
+    size = float(torch.linalg.vector_norm(expected.float()))
+    change = float(torch.linalg.vector_norm(actual.float() - expected.float()))
+    return change / size if size and change == change else math.inf
+
+
 def _first_site(
     session: Session,
     others: Sequence[Pass],
@@ -276,12 +351,13 @@ def _first_site(
     ran: tuple[CapturedGraph, tuple[Any, ...]],
     evidence: CallEvidence,
 ) -> str | None:
-    """Find the first site of ``tested`` that changes the output of the graph; its tensors go into ``evidence``."""
+    """Find the first site of ``tested`` that changes the output of the graph; its tensors go into ``evidence``.
+
+    For a Perceptual pass, the site that changes the output most is found.
+    """
     captured, args = ran
-    region = captured.owner.region
-    graph_passes = [item for item in in_order([*others, tested]) if isinstance(item, GraphPass)]
-    graph_passes = [item for item in graph_passes if session.applies(item)]
-    facts = GraphFacts(region.name, region.holds or {region.name: 1}, passes=tuple(graph_passes))
+    graph_passes = _graph_passes(session, [*others, tested])
+    facts = _facts(captured, graph_passes)
 
     def lower(chosen: int | None) -> GraphModule:
         """Rewrite the graph with ``tested`` at the chosen site alone, or at no site."""
@@ -297,20 +373,28 @@ def _first_site(
     matches: list[Match] = []
     apply_rules(tuple(tested.rules()), stage, lambda match: matches.append(match) or "bisecting")  # type: ignore[func-returns-value]
     with torch.no_grad():
-        expected = tensors_in(lower(None)(*args))
+        expected = tensors_in(direct(lower(None), [])(*args))
+        chosen, largest = None, 0.0
         for number, match in enumerate(matches):
-            if all(map(bits_equal, expected, tensors_in(lower(number)(*args)))):
+            actual = tensors_in(direct(lower(number), [])(*args))
+            if all(map(bits_equal, expected, actual)):
                 continue
-            values = _BoundValues(stage, match).of(args)
-            arguments = {name: tree_map_only(Node, values.__getitem__, bound) for name, bound in match.bound.items()}
-            rules = list(tested.rules())
-            evidence.kind = "site"
-            evidence.rule = next(n for n, rule in enumerate(rules) if rule.pattern is match.rule.pattern)
-            evidence.inputs, evidence.arguments = encode_arguments(((), arguments))
-            evidence.expected = tensors_in(match.rule.pattern(**arguments))
-            evidence.actual = tensors_in(match.rule.replacement(**arguments))
-            return match.site
-    return None
+            error = max(map(_relative_error, expected, actual))
+            if chosen is None or error > largest:
+                chosen, largest = match, error
+            if not isinstance(tested.promise, Perceptual):
+                break
+        if chosen is None:
+            return None
+        values = _BoundValues(stage, chosen).of(args)
+        arguments = {name: tree_map_only(Node, values.__getitem__, bound) for name, bound in chosen.bound.items()}
+        rules = list(tested.rules())
+        evidence.kind = "site"
+        evidence.rule = next(n for n, rule in enumerate(rules) if rule.pattern is chosen.rule.pattern)
+        evidence.inputs, evidence.arguments = encode_arguments(((), arguments))
+        evidence.expected = tensors_in(chosen.rule.pattern(**arguments))
+        evidence.actual = tensors_in(chosen.rule.replacement(**arguments))
+        return chosen.site
 
 
 def _first_submodule(

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from h3opt.compiler.report import Report
 from h3opt.environment import versions
-from h3opt.pass_api.promises import Promise
+from h3opt.pass_api.promises import Perceptual, Promise, Rounding
 from h3opt.pipeline.generation import GenerationSettings, Media
 from h3opt.verification.difference import Difference, Spread, spreads
 from h3opt.verification.faults import Finding
@@ -30,8 +30,9 @@ class PassVerdict:
         name, kind, promise: as registered; the promise may be the one for the trained reference.
         counts: matched and expected sites, as ``matched/expected``.
         difference: difference to the generation without the pass; over several clips, the worst of each measure.
-        held: whether the promise held; ``None`` for a pass that declined.
+        held: whether the promise held; ``None`` for a pass that declined, ``False`` for a pass that was idle.
         declined: the reason why the pass declined.
+        idle: the reason why the pass changed nothing at all, so that nothing was verified.
         seconds: mean time of a generation with the pass, capture included.
         differences: the differences of the single clips.
         of_floors: name of a floor → ``difference`` as a multiple of it.
@@ -57,11 +58,14 @@ class PassVerdict:
     alone: Difference | None = None
     alone_failed: str | None = None
     culprit: Culprit | None = None
+    idle: str | None = None
 
     @property
     def measured(self) -> str:
-        """The difference in words, or the reason why the pass declined."""
-        return f"declined: {self.declined}" if self.declined else str(self.difference)
+        """The difference in words, or the reason why the pass declined or was idle."""
+        if self.declined or self.idle:
+            return f"declined: {self.declined}" if self.declined else f"idle: {self.idle}"
+        return str(self.difference)
 
     @property
     def of_floor(self) -> float | None:
@@ -103,6 +107,7 @@ class PassVerdict:
             "sites": self.counts,
             "held": self.held,
             "declined": self.declined,
+            "idle": self.idle,
             "measured": self.measured,
             "of_noise_floor": self.of_floor,
             "of_floors": dict(self.of_floors),
@@ -165,7 +170,39 @@ class Verdict:
     def held(self) -> bool:
         """Whether capture and the Exact set keep the unmodified bits, every promise held and there is no new fault."""
         exact = self.exact_set is None or self.exact_set.equal
-        return exact and self.capture_equal and not self.faults and not self.broken
+        return exact and self.capture_equal and not self.faults and not self.broken and self.together_held
+
+    @property
+    def together(self) -> Perceptual | None:
+        """How far all passes may move the output together; ``None`` without a Perceptual pass.
+
+        LPIPS and noise power are squared distances, so the changes of independent passes add up linearly: the limit is
+        the sum of the promises, with the noise floor for each Rounding pass and with what the capture moves. Changes
+        in a common direction, such as a tint by every pass, add up to more and are beyond the limit.
+        """
+        active = [entry.promise for entry in self.passes if not entry.declined]
+        perceptual = [promise for promise in active if isinstance(promise, Perceptual)]
+        if not perceptual:
+            return None
+        rounding = sum(isinstance(promise, Rounding) for promise in active)
+        floor = self.noise_floor or Difference()
+        lpips = sum(promise.lpips for promise in perceptual) + rounding * floor.lpips + self.capture.lpips
+        noise = rounding * _power(floor.audio_snr_db) + _power(self.capture.audio_snr_db)
+        noise += sum(_power(promise.audio_snr_db) for promise in perceptual if promise.audio_snr_db is not None)
+        return Perceptual(lpips, -10 * math.log10(noise) if noise else None)
+
+    @property
+    def together_held(self) -> bool:
+        """Whether all passes together stay within :attr:`together`."""
+        limit = self.together
+        if limit is None:
+            return True
+        sound = (
+            self.all_passes.audio_differing == 0
+            if limit.audio_snr_db is None
+            else self.all_passes.audio_snr_db >= limit.audio_snr_db - 1e-6
+        )
+        return sound and self.all_passes.lpips <= limit.lpips
 
     @property
     def capture_equal(self) -> bool:
@@ -224,6 +261,7 @@ class Verdict:
             "capture": asdict(self.capture),
             "exact_set": {"passes": self.exact_names, **asdict(self.exact_set)} if self.exact_set else None,
             "all_passes": asdict(self.all_passes),
+            "together": {"limit": str(self.together), "held": self.together_held} if self.together else None,
             "all_passes_of_noise_floor": self.of_floor,
             "spread": {name: asdict(spread) for name, spread in self.spread.items()},
             "noise_floor": asdict(self.noise_floor) if self.noise_floor else None,
@@ -247,3 +285,8 @@ class Verdict:
             return None
         reference, optimized = self.traces
         return {"reference": reference.to_dict(), "optimized": optimized.to_dict()}
+
+
+def _power(snr_db: float) -> float:
+    """The power of noise against the power of the signal."""
+    return 10 ** (-snr_db / 10)

@@ -243,11 +243,12 @@ class _Verification:
             promise,
             entry.counts,
             difference,
-            None if entry.declined else holds(promise, difference, ulp),
+            None if entry.declined else entry.idle is None and holds(promise, difference, ulp),
             entry.declined,
             seconds,
             differences,
             {} if entry.declined else multiples(difference, self.floors),
+            idle=entry.idle,
         )
 
     def _judge_left_out(self, omitted: Pass, verdict: PassVerdict, optimized: list[Media]) -> PassVerdict:
@@ -272,7 +273,7 @@ class _Verification:
         return dataclasses.replace(verdict, alone=Difference.worst(_compare(reference, media)))
 
     def _bisect(self, installed: list[Pass], verdict: PassVerdict) -> PassVerdict:
-        if verdict.held is not False or self.evidence is None:
+        if verdict.held is not False or verdict.idle or self.evidence is None:
             return verdict
         if self.progress is not None:
             self.progress(f"bisecting {verdict.name}", self.done, self.total)

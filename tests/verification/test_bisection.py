@@ -23,6 +23,7 @@ from h3opt.pass_api.registry import make_pass
 from h3opt.pass_api.testing import with_replacement
 from h3opt.pipeline.generation import GenerationSettings
 from h3opt.pipeline.view import PipelineView
+from h3opt.reference import trained_pipeline
 from h3opt.verification.bisection import Culprit, bisect_pass
 from h3opt.verification.evidence import CallEvidence, check_folder, encode_arguments, read_evidence, write_evidence
 from h3opt.verification.replay import replay_evidence
@@ -135,6 +136,23 @@ def test_what_was_kept_between_calls_is_said_to_move(broken):
     found = culprit(broken, "hoist_step_invariants")
     assert found.module == "transformer.context_embedder" and not found.alone
     assert "by what was kept between calls" in str(found)
+
+
+def test_a_perceptual_pass_is_traced_to_the_block_that_it_changes_most(tmp_path):
+    pipe = trained_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    pipe.audio_vae.decode = lambda latents, *args, **kwargs: (latents.new_zeros(2, 1, 8),)
+    with torch.no_grad():
+        pipe.transformer.transformer_blocks[2].attn.norm_k.weight[5] *= 1000
+    session, passes = prepare(pipe, ["fp8_attention"], "cpu")
+    session.install(passes)
+    try:
+        found = bisect_pass(session, passes, [GenerationSettings(num_inference_steps=2)], tmp_path / "fp8_attention")
+    finally:
+        session.uninstall()
+    assert found.module == "transformer.transformer_blocks.2" and found.inputs_equal is False
+    assert found.error is not None and found.error > 0.03 and "relative error" in str(found)
+    assert found.site is not None and found.folder is not None
 
 
 # --- files -----------------------------------------------------------------------------------------------------

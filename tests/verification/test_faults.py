@@ -174,6 +174,54 @@ def test_a_fault_of_the_picture_is_named(name, edit, alone):
         assert names == {name}
 
 
+def tint(video):
+    video *= torch.tensor([1.1, 1.0, 0.9]).view(1, 3, 1, 1)
+
+
+def darken(video):
+    video -= 0.06  # no pixel of these clips is darker than this, so that contrast stays
+
+
+def move_right(video):
+    video.copy_(video.roll(1, -1))
+
+
+def move_up_by_two(video):
+    video.copy_(video.roll(-2, -2))
+
+
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("colour_cast", tint),
+        ("brightness", darken),
+        ("picture_shift", move_right),
+        ("picture_shift", move_up_by_two),
+    ],
+)
+def test_a_fault_of_the_whole_picture_is_named_against_the_reference(name, edit):
+    for seed in range(3):
+        planted = with_video(clip(seed), edit)
+        assert found(planted, seed) == {name}
+        assert found(planted, seed, reference=None) == set(), "alone, nobody can tell"
+
+
+def test_less_contrast_is_named_and_a_little_less_is_not():
+    for seed in range(3):
+        for factor, expected in ((0.7, True), (0.97, False)):
+            flat = with_video(clip(seed), lambda video, factor=factor: video.sub_(0.4).mul_(factor).add_(0.4))
+            assert ("contrast" in found(flat, seed)) is expected
+
+
+def test_slight_changes_of_the_whole_picture_are_no_fault():
+    def slightly(video):
+        video *= torch.tensor([1.004, 1.0, 0.996]).view(1, 3, 1, 1)
+        video -= 0.004
+
+    for seed in range(3):
+        assert found(with_video(clip(seed), slightly), seed) == set()
+
+
 def test_against_a_reference_a_seam_too_weak_to_see_in_texture_is_named():
     for seed in range(3):
         assert found(with_video(clip(seed), brighten_slightly), seed) == {"seam"}
@@ -205,6 +253,12 @@ def test_a_nan_is_located():
     assert finding.where == "final video latents, channels 0-23, frames 2-2, rows 3-3, columns 4-4"
 
 
+def played(audio: torch.Tensor, speed: float) -> torch.Tensor:
+    """Play sound faster or slower, cut to the same number of samples; where it ends early, it starts again."""
+    at = (torch.arange(audio.shape[-1]) * speed) % (audio.shape[-1] - 1)
+    return torch.lerp(audio[..., at.long()], audio[..., at.long() + 1], at - at.floor())
+
+
 @pytest.mark.parametrize(
     ("name", "edit"),
     [
@@ -213,13 +267,30 @@ def test_a_nan_is_located():
         ("av_shift", lambda audio: torch.nn.functional.pad(audio, (0, RATE // FPS))[..., RATE // FPS :]),
         ("clipping", lambda audio: (audio * 20).clamp(-1, 1)),
         ("silence", lambda audio: audio * torch.tensor([1.0, 0.0]).view(1, 2, 1)),
+        ("loudness", lambda audio: audio * 0.5),
+        ("loudness", lambda audio: audio * 1.2),
+        ("polarity", lambda audio: -audio),
+        ("polarity", lambda audio: audio * torch.tensor([1.0, -1.0]).view(1, 2, 1)),
+        ("sound_speed", lambda audio: played(audio, 0.99)),
+        ("sound_speed", lambda audio: played(audio, 1.01)),
         ("nan", lambda audio: torch.where(torch.arange(audio.shape[-1]) == 99, math.nan, audio)),
     ],
-    ids=["swapped", "late", "early", "clipping", "silence", "nan"],
+    ids=[
+        *("swapped", "late", "early", "clipping", "silence", "softer", "louder", "upside down", "right upside down"),
+        *("slower", "faster", "nan"),
+    ],
 )
 def test_a_fault_of_the_sound_is_named(name, edit):
     for seed in range(3):
         assert found(with_audio(clip(seed), edit(clip(seed).audio)), seed) == {name}
+
+
+def test_slight_changes_of_the_sound_are_no_fault():
+    for seed in range(3):
+        audio = clip(seed).audio
+        noise = 0.003 * torch.randn(audio.shape, generator=torch.Generator().manual_seed(seed))
+        for changed in (audio * 1.05, played(audio, 1.001), audio + noise):
+            assert found(with_audio(clip(seed), changed), seed) == set()
 
 
 def test_sound_that_only_touches_full_scale_is_not_clipping():
@@ -337,14 +408,19 @@ def test_what_the_reference_has_too_is_not_reported():
 
 def test_every_name_is_documented_and_reported_somewhere_above():
     planted = {mark.args[1][n][0] for test in TESTS for mark in marks(test) for n in range(len(mark.args[1]))}
-    assert planted | {"head_scale"} == set(FAULTS)
+    assert planted | {"head_scale", "contrast"} == set(FAULTS)
 
 
 def marks(test):
     return [mark for mark in test.pytestmark if mark.args[0] == ("name", "edit")]
 
 
-TESTS = (test_a_fault_of_the_picture_is_named, test_a_fault_of_the_sound_is_named, test_a_fault_of_the_latents_is_named)
+TESTS = (
+    test_a_fault_of_the_picture_is_named,
+    test_a_fault_of_the_whole_picture_is_named_against_the_reference,
+    test_a_fault_of_the_sound_is_named,
+    test_a_fault_of_the_latents_is_named,
+)
 
 
 def test_clips_of_different_length_are_refused():

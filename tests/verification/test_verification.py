@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import COMPONENTS, assert_same_media, differing, fingerprint, installed
+from sample_verdict import verdict as sample_verdict
 
 import h3opt
 from h3opt.errors import CheckpointError, PassConflictError, PipelineError, ShortfallError, UnknownPassError
@@ -20,7 +21,8 @@ from h3opt.pass_api.testing import with_replacement
 from h3opt.pipeline.generation import GenerationSettings, generate
 from h3opt.render.tables import verdict_lines
 from h3opt.verification.difference import Difference
-from h3opt.verification.verdict import Verdict
+from h3opt.verification.noise_floors import Floor
+from h3opt.verification.verdict import PassVerdict, Verdict
 from h3opt.verification.verify import _most_changed, holds
 
 aten = torch.ops.aten
@@ -186,6 +188,30 @@ FLOOR = Difference(1, 1, 0.01, 60.0, 40.0)
 )
 def test_a_promise_holds_up_to_its_limit_in_picture_and_sound(promise, difference, floor, held):
     assert holds(promise, difference, floor) is held
+
+
+def test_perceptual_passes_may_move_no_more_together_than_the_sum_of_their_promises():
+    promised = PassVerdict(
+        "fp8_linear", "format", Perceptual(0.03, 40.0), "1/1", Difference(1, 1, 0.02), True, None, 1.0
+    )
+    other = dataclasses.replace(promised, name="fp8_attention", promise=Perceptual(0.01, 40.0))
+    rounding = dataclasses.replace(promised, name="fused_qk_cast", promise=Rounding())
+    floor = Floor("ulp", Difference(5, 7, 0.02, 45.0, 60.0))
+
+    def together(lpips: float, snr: float, *passes: PassVerdict, **changed: Any) -> bool:
+        found = sample_verdict(passes=list(passes), all_passes=Difference(1, 1, lpips, audio_snr_db=snr), **changed)
+        assert found.to_dict()["together"]["held"] is found.together_held
+        assert found.held is found.together_held
+        return found.together_held
+
+    assert together(0.0399, 37.0, promised, other, floors=[])
+    assert not together(0.0401, 50.0, promised, other, floors=[]), "each held, and both tint alike"
+    assert not together(0.01, 36.9, promised, other, floors=[]), "half the noise power each"
+    assert not together(float("nan"), 50.0, promised, other, floors=[])
+    assert together(0.0599, 36.97, promised, other, rounding, floors=[floor])
+    declined = dataclasses.replace(other, held=None, declined="no FP8")
+    assert not together(0.035, 50.0, promised, declined, floors=[])
+    assert sample_verdict(passes=[dataclasses.replace(promised, promise=Exact())]).together is None
 
 
 def test_alone_a_pass_is_compared_with_the_unmodified_pipeline_and_what_builds_on_others_says_so(silent):
