@@ -35,6 +35,7 @@ from h3opt.pass_api.base import SchedulePass
 from h3opt.pass_api.promises import Exact
 from h3opt.pass_api.registry import make_pass
 from h3opt.pass_api.testing import with_replacement
+from h3opt.passes.modulation_table import TableRows
 from h3opt.pipeline.generation import GenerationSettings, Media, generate
 from h3opt.profiles.selection import load_profile
 
@@ -266,7 +267,7 @@ def test_restoring_one_of_two_pipelines_leaves_the_other_optimized(silent):
     other = build()
     one, two = optimize(silent, ["modulation_table"]), optimize(other, ["modulation_table"])
     one.restore()
-    assert installed(two) and type(other.transformer.transformer_blocks[0].adaln_proj).__name__ == "TableRows"
+    assert installed(two) and isinstance(other.transformer.transformer_blocks[0].adaln_proj, TableRows)
     two.restore()
 
 
