@@ -146,9 +146,10 @@ class Session:
         blocks = transformer_blocks(self.view.transformer) if region.holds else region.modules
         adapted = layers_with_adapters(blocks, PROJECTIONS)
         facts = GraphFacts(region.name, region.holds or {region.name: 1}, passes=self.plan_key, adapted=adapted)
-        if adapted and any(isinstance(item, FormatPass) for item in self.plan_key):
+        quantized = adapted & frozenset().union(*(facts.quantized_layers(kind) for kind in facts.holds))
+        if quantized:
             notice = (
-                f"{region.name}: adapters read the unquantized inputs of {', '.join(sorted(adapted))}. "
+                f"{region.name}: adapters read the unquantized inputs of {', '.join(sorted(quantized))}. "
                 "These inputs stay in memory beside their FP8 copies, and passes do not count on fusing them."
             )
             if notice not in self.notices:

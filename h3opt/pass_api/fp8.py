@@ -171,7 +171,8 @@ class FP8BlocksPass(FormatPass):
         model = self.model(view)
         # innermost: the wrapper only looks at weights, so a caller may replay this model without it
         wrap_calls(model, _FollowWeights(self, model, converted), undo, innermost=True)
-        before_merges(model, _refuse_merge, undo)
+        for owner in (model, view.pipe):  # the pipeline does not always ask the model
+            before_merges(owner, _refuse_merge, undo)
         return len(converted)
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
