@@ -40,6 +40,8 @@ class DirectActivation(torch.nn.Module):
     magnitude: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self, DirectActivation):  # a library's hook has kept this method, and the pass is off again
+            return type(self).forward(self, x)
         if not self.direct:
             result: torch.Tensor = super().forward(x)
             return result

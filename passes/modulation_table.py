@@ -44,8 +44,9 @@ class ModulationTable(SchedulePass):
     when their values are new. Tables are computed again when anything changes that they depend on: weights, adapters
     and their strength, autocast, training mode.
 
-    Where a table cannot stand for the projection, the blocks compute it themselves, with the weights back on the GPU:
-    when gradients are wanted, when a projection has hooks, and with dropout in an adapter that is trained.
+    Where gradients are wanted, or an adapter has dropout while it is trained, a table cannot stand for the projection:
+    the blocks compute it themselves. With hooks inside a projection tables are computed anew for every call. In both
+    cases the weights are back on the GPU, and stay there.
     """
 
     name = "modulation_table"
@@ -105,6 +106,8 @@ class TableRows(torch.nn.Module):
         raise PipelineError("A copy would keep the tables of one step. Call restore() before copying or pickling.")
 
     def forward(self, temb: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if not isinstance(self, TableRows):  # a library's hook has kept this method, and the pass is off again
+            return type(self).forward(self, temb)
         if self.rows is None:
             computed: tuple[torch.Tensor, ...] = super().forward(temb)
             return computed
@@ -174,7 +177,7 @@ class Tables:
         """Compute the tables of all steps of the schedule that the pipeline has just computed."""
         self.steps.clear()
         timesteps = [timestep for timestep, _ in state.get(minimax_h3.ROW_TIMESTEPS)]
-        if not self.computes_itself(timesteps[0]):
+        if not self.computes_itself(timesteps[0]) and not self.hooked():
             with scaled_adapters(self.transformer, scale_of_call(state.values)):
                 self.prepare(timesteps)
 
@@ -227,6 +230,9 @@ class Tables:
             self.return_weights()
             rows = [None] * len(self.projections)
         else:
+            if self.hooked():  # the result may be another in every call
+                self.return_weights()
+                self.forget()
             with scaled_adapters(self.transformer, scale_of_call(kwargs)):  # as the transformer's forward is about to
                 self.drop_stale()
                 rows = self.rows(timestep)
@@ -235,13 +241,15 @@ class Tables:
         return proceed(*args, **kwargs)
 
     def computes_itself(self, timestep: torch.Tensor) -> bool:
-        """Whether the projections must run in the blocks: a table has no gradient, and hooks may do anything."""
+        """Whether the projections must run in the blocks: a table has no gradient, and is not drawn anew."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (timestep, *self.weights())):
             return True
         inner = [module for projection in self.projections for module in projection.modules()]
-        return any(has_hooks(projection) for projection in self.projections) or any(
-            isinstance(module, torch.nn.Dropout) and module.training and module.p > 0 for module in inner
-        )
+        return any(isinstance(module, torch.nn.Dropout) and module.training and module.p > 0 for module in inner)
+
+    def hooked(self) -> bool:
+        """Whether hooks run inside a projection; those on a projection run in the block, with the rows."""
+        return any(has_hooks(inner) for projection in self.projections for inner in projection.children())
 
     def drop_stale(self) -> None:
         """Drop all tables if anything changed that they depend on besides the timestep."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +18,7 @@ from h3opt.pass_api.base import FormatPass, QuantizedBlocks
 from h3opt.pipeline.adapters import adapter_layers, base_layer, before_merges
 from h3opt.pipeline.hooks import wrap_calls
 from h3opt.pipeline.minimax_h3 import PROJECTIONS
-from h3opt.pipeline.staleness import TensorSnapshot
+from h3opt.pipeline.staleness import TensorSnapshot, is_managed
 
 if TYPE_CHECKING:
     from h3opt.pipeline.view import PipelineView
@@ -49,6 +49,8 @@ class FP8Linear(torch.nn.Linear):
     freed: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self, FP8Linear):  # a library's hook has kept this method, and the pass is off again
+            return type(self).forward(self, x)
         quantized, scale = ops.quantize_rows(x)
         return ops.scaled_linear(
             quantized, scale, self.weight_fp8, self.weight_scale, self.bias, x.dtype, self.accumulate
@@ -164,7 +166,9 @@ class FP8BlocksPass(FormatPass):
                 "blocks, so nothing would become FP8. Keep fewer, or turn the pass off."
             )
         converted = []
-        for linear, layer in self._sites(view):
+        sites = list(self._sites(view))
+        self.check_unmanaged(linear for linear, _ in sites)
+        for linear, layer in sites:
             if view.restorable:
                 undo.callback(_restore, linear)
             converted.append(self._convert(linear, layer, view.restorable))
@@ -174,6 +178,18 @@ class FP8BlocksPass(FormatPass):
         for owner in (model, view.pipe):  # the pipeline does not always ask the model
             before_merges(owner, _refuse_merge, undo)
         return len(converted)
+
+    def check_unmanaged(self, layers: Iterable[torch.nn.Module]) -> None:
+        """Check that no other library moves or casts the weights of these layers around every call.
+
+        Raises:
+            PipelineError: a library does.
+        """
+        if any(is_managed(layer) for layer in layers):
+            raise PipelineError(
+                f"Another library moves or casts weights around every call of layers that {self.name} makes FP8. "
+                "Take the offload or the casting off (after restore() if the pass is on), or leave the pass out."
+            )
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize a weight ``[out, in]`` row by row, scale = amax / 448: e4m3 ``[out, in]``, float32 ``[out, 1]``."""
@@ -207,6 +223,7 @@ class _FollowWeights:
         self._quantized_from = [TensorSnapshot([layer.weight]) for layer in layers]
 
     def __call__(self, proceed: Any, *args: Any, **kwargs: Any) -> Any:
+        self._pass.check_unmanaged(self._layers)
         for number, layer in enumerate(self._layers):
             if not layer.freed and not self._quantized_from[number].matches([layer.weight]):
                 self._quantize_again(layer)

@@ -125,16 +125,16 @@ def test_layerwise_casting_after_optimize_is_refused_and_restore_gives_the_unmod
     inputs: dict[str, Any],
 ) -> None:
     outputs = []
-    for passes in ([], ["fp8_linear", "modulation_table"]):
+    for passes in ([], ["fp8_linear"], ["modulation_table"]):
         transformer = trained_pipeline().transformer
         opt = optimize(transformer, passes, "cpu") if passes else None
         transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
         if opt is not None:
-            with pytest.raises(PipelineError, match="moves or casts the AdaLN weights.* restore"):
+            with pytest.raises(PipelineError, match="moves or casts .*restore"):
                 run(transformer, inputs)
             opt.restore()
         outputs.append(run(transformer, inputs))
-    assert torch.equal(*outputs)
+    assert torch.equal(outputs[1], outputs[0]) and torch.equal(outputs[2], outputs[0])
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
@@ -169,19 +169,25 @@ def test_gradients_are_those_of_the_unmodified_model(pipe: Any, inputs: dict[str
         transformer = pipe.transformer
         transformer.zero_grad()
         sum(part.float().pow(2).mean() for part in transformer(**inputs)).backward()
-        found = {name: weight.grad.clone() for name, weight in transformer.named_parameters() if weight.grad is not None}
+        found = {
+            name: weight.grad.clone() for name, weight in transformer.named_parameters() if weight.grad is not None
+        }
         transformer.zero_grad()
         return found
 
+    pipe.transformer.requires_grad_(True)
     expected = gradients()
     assert len(expected) == len(list(pipe.transformer.parameters()))
     with optimize(pipe, ["modulation_table", "hoist_step_invariants"], "cpu"):
         served = run(pipe.transformer, inputs)
         assert same(gradients(), expected)
         assert torch.equal(run(pipe.transformer, inputs), served)
+    pipe.transformer.requires_grad_(False)
 
 
-@pytest.mark.parametrize("path", ["transformer_blocks.1.adaln_proj.linear", "time_embedder.linear_2", "context_embedder"])
+@pytest.mark.parametrize(
+    "path", ["transformer_blocks.1.adaln_proj.linear", "time_embedder.linear_2", "context_embedder"]
+)
 def test_a_hook_runs_in_every_call_also_where_its_result_changes(pipe: Any, inputs: dict[str, Any], path: str) -> None:
     strength = {"now": 1.0}
     strengths = (0.5, 2.0, 0.5)
