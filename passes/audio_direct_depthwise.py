@@ -91,7 +91,8 @@ class AudioDirectDepthwise(FormatPass):
             for name, tensor in self.operands(activation).items():
                 activation.register_buffer(name, tensor, persistent=False)  # moves with .to()
             activation.direct = True
-            activation.__class__ = _direct(type(activation))
+            original: Any = type(activation)
+            activation.__class__ = _direct(original)
         for module in decoder.modules():
             convolutions += _fold_weight_norm(module, undo)
         wrap_calls(decoder, _FollowWeights(self, activations, convolutions), undo)

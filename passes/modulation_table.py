@@ -72,7 +72,8 @@ class ModulationTable(SchedulePass):
         undo.callback(tables.return_weights)
         for projection in tables.projections:
             undo.callback(_computes_itself, projection)
-            projection.__class__ = _with_rows(type(projection))
+            original: Any = type(projection)
+            projection.__class__ = _with_rows(original)
             projection.register_buffer("rows", None, persistent=False)
             for weight in projection.parameters():
                 weight.data = to_host(weight.data)
