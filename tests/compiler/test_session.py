@@ -171,10 +171,10 @@ def test_without_restorable_the_replaced_weights_are_freed_and_nothing_pretends_
     with optimize(silent, ["fp8_linear", "norm_modulate"]):
         expected = generate(silent, CLIP)
     pipe = build()
-    replaced = weakref.ref(pipe.transformer.transformer_blocks[0].ff.net[2])
+    layer = pipe.transformer.transformer_blocks[0].ff.net[2]
     opt = optimize(pipe, ["fp8_linear", "norm_modulate"], restorable=False)
-    gc.collect()
-    assert replaced() is None and opt.report["fp8_linear"].matched == opt.report["fp8_linear"].expected > 0
+    assert layer.weight.untyped_storage().nbytes() == 0
+    assert opt.report["fp8_linear"].matched == opt.report["fp8_linear"].expected > 0
     for attempt in (opt.restore, opt.__enter__, partial(optimize, pipe, [])):
         with pytest.raises(PipelineError, match=r"restorable=False.*load it again"):
             attempt()
