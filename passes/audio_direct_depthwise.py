@@ -5,40 +5,59 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch.nn.utils.weight_norm import WeightNorm
 
+from h3opt.errors import PipelineError
 from h3opt.kernels import ops
 from h3opt.pass_api import Device, FormatPass, Mutant, Perceptual, PipelineView, register
+from h3opt.pipeline.hooks import wrap_calls
 from h3opt.pipeline.minimax_h3 import audio_decoder_dtype, audio_layer_counts, is_audio_activation
+from h3opt.pipeline.staleness import TensorSnapshot, has_hooks
 
 TAPS = 12
 
 
 class DirectActivation(torch.nn.Module):
-    """Upsampling by two, SnakeBeta and downsampling by two of ``[batch, channels, length]``, float32, in two kernels.
+    """Mixed into the class of an activation: two kernels upsample by two, apply SnakeBeta, and downsample by two.
 
-    The transposed convolution of a zero-stuffed signal is two filters of every other tap, one per output phase; what
-    depends on weights alone (``exp``, reciprocal, the factor 2) is computed once.
+    The activation takes ``[batch, channels, length]``, float32. It stays the object that it was, with its parameters
+    and filters. The transposed convolution of a zero-stuffed signal is two filters of every other tap, one per output
+    phase; what depends on weights alone (``exp``, reciprocal, the factor 2) is computed once.
+
+    Attributes:
+        direct: whether the kernels run; otherwise the activation runs as it was written.
+        up, down, frequency, magnitude: see :meth:`AudioDirectDepthwise.operands`.
     """
 
+    direct: bool
     up: torch.Tensor
     down: torch.Tensor
     frequency: torch.Tensor
     magnitude: torch.Tensor
 
-    def __init__(self, original: Any) -> None:
-        super().__init__()
-        with torch.no_grad():
-            self.register_buffer("up", original.upsample.ratio * original.upsample.filter.reshape(-1))
-            self.register_buffer("down", original.downsample.lowpass.filter.reshape(-1).clone())
-            self.register_buffer("frequency", torch.exp(original.act.alpha))
-            self.register_buffer("magnitude", (torch.exp(original.act.beta) + 1e-9).reciprocal())
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self, DirectActivation):  # a library's hook has kept this method, and the pass is off again
+            return type(self).forward(self, x)
+        if not self.direct:
+            result: torch.Tensor = super().forward(x)
+            return result
         return ops.downsample(ops.upsample_snake(x, self.up, self.frequency, self.magnitude), self.down)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PipelineError(
+            "A copy would not notice changes of the weights that the direct filters were made from. "
+            "Call restore() before copying or pickling."
+        )
+
+
+@cache
+def _direct(original: type) -> type:
+    """Return the class of activations of class ``original`` that run in two kernels."""
+    return type(f"Direct{original.__name__}", (DirectActivation, original), {"__module__": __name__})
 
 
 @register
@@ -66,36 +85,97 @@ class AudioDirectDepthwise(FormatPass):
 
     def install(self, view: PipelineView, undo: ExitStack) -> int:
         decoder: Any = view.audio_vae.decoder
-        count = 0
-        for parent, name, original in _activations(decoder):
-            setattr(parent, name, self.convert(original))
-            undo.callback(setattr, parent, name, original)
-            count += 1
+        activations, convolutions = list(_activations(decoder)), []
+        for activation in activations:
+            undo.callback(_as_written, activation)
+            for name, tensor in self.operands(activation).items():
+                activation.register_buffer(name, tensor, persistent=False)  # moves with .to()
+            activation.direct = True
+            original: Any = type(activation)
+            activation.__class__ = _direct(original)
         for module in decoder.modules():
-            count += _fold_weight_norm(module, undo)
-        return count
+            convolutions += _fold_weight_norm(module, undo)
+        wrap_calls(decoder, _FollowWeights(self, activations, convolutions), undo)
+        return len(activations) + len(convolutions)
 
-    def convert(self, activation: Any) -> DirectActivation:
-        """The replacement of one activation."""
-        return DirectActivation(activation)
+    def operands(self, activation: Any) -> dict[str, torch.Tensor]:
+        """Compute what the kernels read from the weights of an activation: two filters of 12 taps, and per channel."""
+        with torch.no_grad():
+            return {
+                "up": activation.upsample.ratio * activation.upsample.filter.reshape(-1),
+                "down": activation.downsample.lowpass.filter.reshape(-1).clone(),
+                "frequency": torch.exp(activation.act.alpha),
+                "magnitude": (torch.exp(activation.act.beta) + 1e-9).reciprocal(),
+            }
 
     def mutants(self) -> Sequence[Mutant]:
         return (Mutant("the upsampling filter is one tap off", _OneTapOff()),)
 
 
-def _activations(decoder: Any) -> Iterator[tuple[torch.nn.Module, str, Any]]:
-    """Yield parent, name and module of each activation that the kernels serve: factor two, 12 taps, up and down."""
-    for parent in list(decoder.modules()):
-        for name, child in list(parent.named_children()):
-            if is_audio_activation(child):
-                up: Any = child.upsample
-                down: Any = child.downsample.lowpass
-                if up.ratio == down.stride == 2 and up.filter.numel() == down.filter.numel() == TAPS:
-                    yield parent, name, child
+class _FollowWeights:
+    """A call wrapper of the decoder that computes operands and weights again where they are stale.
+
+    Where gradients are wanted, or an activation has hooks inside, the decoder computes as it was written.
+    """
+
+    def __init__(
+        self, direct: AudioDirectDepthwise, activations: Sequence[Any], convolutions: Sequence[tuple[Any, WeightNorm]]
+    ) -> None:
+        self._pass, self._activations, self._convolutions = direct, activations, convolutions
+        self._computed_from: TensorSnapshot | None = TensorSnapshot(self._sources())
+
+    def __call__(self, proceed: Any, *args: Any, **kwargs: Any) -> Any:
+        sources = self._sources()
+        cast = next((tensor.dtype for tensor in sources if tensor.dtype != torch.float32), None)
+        if cast is not None:
+            raise PipelineError(
+                f"The audio decoder was cast to {cast}, and the kernels of {self._pass.name} take float32. "
+                "Call restore() before a cast, or turn the pass off."
+            )
+        differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)
+        if differentiable or self._computed_from is None or not self._computed_from.matches(sources):
+            for module, hook in self._convolutions:
+                with torch.set_grad_enabled(differentiable):
+                    setattr(module, hook.name, hook.compute_weight(module))
+            for activation in self._activations:
+                for name, tensor in self._pass.operands(activation).items():
+                    setattr(activation, name, tensor)
+            self._computed_from = None if differentiable else TensorSnapshot(sources)
+        for activation in self._activations:
+            activation.direct = not differentiable and not any(map(has_hooks, activation.children()))
+        return proceed(*args, **kwargs)
+
+    def _sources(self) -> list[torch.Tensor]:
+        sources = []
+        for activation in self._activations:
+            act = activation.act
+            sources += [act.alpha, act.beta, activation.upsample.filter, activation.downsample.lowpass.filter]
+        for module, hook in self._convolutions:
+            sources += [getattr(module, f"{hook.name}_{part}") for part in "gv"]
+        return sources
 
 
-def _fold_weight_norm(module: torch.nn.Module, undo: ExitStack) -> int:
-    """Replace the hook that computes ``weight`` before every call by the computed weight; return 0 or 1 hooks."""
+def _as_written(activation: Any) -> None:
+    """Give an activation the class that it had before, without the operands."""
+    if isinstance(activation, DirectActivation):
+        activation.__class__ = type(activation).__bases__[1]
+    for name in ("up", "down", "frequency", "magnitude", "direct"):
+        if hasattr(activation, name):
+            delattr(activation, name)
+
+
+def _activations(decoder: Any) -> Iterator[Any]:
+    """Yield each activation that the kernels serve: factor two, 12 taps, up and down."""
+    for module in decoder.modules():
+        if is_audio_activation(module):
+            up: Any = module.upsample
+            down: Any = module.downsample.lowpass
+            if up.ratio == down.stride == 2 and up.filter.numel() == down.filter.numel() == TAPS:
+                yield module
+
+
+def _fold_weight_norm(module: Any, undo: ExitStack) -> list[tuple[Any, WeightNorm]]:
+    """Replace the hook that computes ``weight`` before every call by the computed weight; return module and hook."""
     hooks: Any = module._forward_pre_hooks
     for key, hook in list(hooks.items()):
         if isinstance(hook, WeightNorm):
@@ -104,8 +184,8 @@ def _fold_weight_norm(module: torch.nn.Module, undo: ExitStack) -> int:
                 module.register_buffer(hook.name, hook.compute_weight(module), persistent=False)  # moves with .to()
             del hooks[key]
             undo.callback(_unfold, module, key, hook, before)
-            return 1
-    return 0
+            return [(module, hook)]
+    return []
 
 
 def _unfold(module: torch.nn.Module, key: int, hook: WeightNorm, before: torch.Tensor) -> None:
@@ -118,7 +198,6 @@ def _unfold(module: torch.nn.Module, key: int, hook: WeightNorm, before: torch.T
 
 @dataclass(frozen=True)
 class _OneTapOff(AudioDirectDepthwise):
-    def convert(self, activation: Any) -> DirectActivation:
-        converted = super().convert(activation)
-        converted.up = converted.up.roll(1)
-        return converted
+    def operands(self, activation: Any) -> dict[str, torch.Tensor]:
+        operands = super().operands(activation)
+        return {**operands, "up": operands["up"].roll(1)}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from h3opt.pass_api import Device, FP8BlocksPass, FP8Linear, Mutant, Perceptual, PipelineView, register
+from h3opt.pass_api import Device, FP8BlocksPass, Mutant, Perceptual, PipelineView, register
 from h3opt.pipeline.minimax_h3 import transformer_blocks
 
 
@@ -36,13 +37,15 @@ class FP8LinearPass(FP8BlocksPass):
     def blocks(self, view: PipelineView) -> Sequence[torch.nn.Module]:
         return list(transformer_blocks(view.transformer)) if view.transformer is not None else []
 
+    def model(self, view: PipelineView) -> Any:
+        return view.transformer
+
     def mutants(self) -> Sequence[Mutant]:
         return (Mutant("weight scales off by two", _ScalesOffByTwo()),)
 
 
 @dataclass(frozen=True)
 class _ScalesOffByTwo(FP8LinearPass):
-    def convert(self, linear: torch.nn.Linear) -> FP8Linear:
-        converted = super().convert(linear)
-        converted.weight_scale *= 2
-        return converted
+    def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        quantized, scale = super().quantize(weight)
+        return quantized, scale * 2

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from h3opt.pass_api import Device, Exact, Mutant, PipelineView, SchedulePass, register
+from h3opt.pipeline.adapters import base_layer, before_merges
 from h3opt.pipeline.hooks import wrap_calls
 from h3opt.pipeline.minimax_h3 import STEP_INVARIANTS
-from h3opt.pipeline.staleness import TensorSnapshot, autocast_state
+from h3opt.pipeline.staleness import TensorSnapshot, autocast_state, has_hooks, module_state
 
 
 @register
@@ -41,8 +42,22 @@ class HoistStepInvariants(SchedulePass):
 
     def install(self, view: PipelineView, undo: ExitStack) -> int:
         inputs: dict[str, torch.Tensor] = {}
+        wrapped: dict[str, LastResult] = {}
+
+        def wrap_current() -> None:
+            """Wrap the modules that the transformer has now: an adapter puts another module into their place."""
+            for name, source in STEP_INVARIANTS.items():
+                module = getattr(view.transformer, name)
+                if name not in wrapped or wrapped[name].module is not module:
+                    wrapped[name] = self.last_result(module, source, inputs)
+                    wrap_calls(module, wrapped[name], undo)
+
+        def forget(merge: str) -> None:
+            for result in wrapped.values():
+                result.forget()
 
         def remember_inputs(proceed: Any, *args: Any, **kwargs: Any) -> Any:
+            wrap_current()
             inputs.update({name: kwargs[name] for name in STEP_INVARIANTS.values() if name in kwargs})
             try:
                 return proceed(*args, **kwargs)
@@ -50,9 +65,8 @@ class HoistStepInvariants(SchedulePass):
                 inputs.clear()
 
         wrap_calls(view.transformer, remember_inputs, undo)
-        for name, source in STEP_INVARIANTS.items():
-            module = getattr(view.transformer, name)
-            wrap_calls(module, self.last_result(module, source, inputs), undo)
+        before_merges(view.transformer, forget, undo)
+        wrap_current()
         return len(STEP_INVARIANTS)
 
     def last_result(self, module: torch.nn.Module, source: str, inputs: dict[str, torch.Tensor]) -> LastResult:
@@ -75,19 +89,28 @@ class LastResult:
     def __init__(self, module: torch.nn.Module, source: str, inputs: dict[str, torch.Tensor]) -> None:
         self.module, self.source, self.inputs = module, source, inputs
         self._snapshot: TensorSnapshot | None = None
-        self._autocast: Any = None
+        self._state: Any = None
         self._result: Any = None
 
     def __call__(self, proceed: Any, *args: Any, **kwargs: Any) -> Any:
-        # the module is called on its own, or the transformer by position, or each call needs a graph for gradients
-        if self.source not in self.inputs or torch.is_grad_enabled():
+        # The module is called on its own, or the transformer by position; or each call needs a graph for gradients; or
+        # something else must happen in each call.
+        if self.source not in self.inputs or torch.is_grad_enabled() or has_hooks(self.module):
             return proceed(*args, **kwargs)
-        tensors, autocast = self.tensors(args), autocast_state(args[0].device)
-        if self._snapshot is None or self._autocast != autocast or not self._snapshot.matches(tensors):
+        tensors, state = self.tensors(args), self.state(args)
+        if self._snapshot is None or self._state != state or not self._snapshot.matches(tensors):
             snapshot = TensorSnapshot(tensors)
             self._result = proceed(*args, **kwargs)
-            self._snapshot, self._autocast = snapshot, autocast
+            self._snapshot, self._state = snapshot, state
         return self._result
+
+    def forget(self) -> None:
+        """Drop the result."""
+        self._snapshot = self._result = None
+
+    def state(self, args: tuple[Any, ...]) -> Any:
+        """What the result is computed from besides tensors."""
+        return autocast_state(args[0].device), module_state(self.module)
 
     def tensors(self, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """The tensors that the result is computed from.
@@ -95,11 +118,14 @@ class LastResult:
         The embedder, a linear layer, reads a cast of ``source``, which may be a new tensor in every step. The other
         modules read their arguments; the refiner's argument is the embedder's result.
         """
-        read = (self.inputs[self.source],) if isinstance(self.module, torch.nn.Linear) else args
+        read = (self.inputs[self.source],) if isinstance(base_layer(self.module), torch.nn.Linear) else args
         return (*read, *self.module.parameters(), *self.module.buffers())
 
 
 class _StaleResult(LastResult):
+    def state(self, args: tuple[Any, ...]) -> Any:
+        return ()
+
     def tensors(self, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         return ()
 

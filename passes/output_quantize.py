@@ -101,6 +101,8 @@ class OutputQuantize(GraphPass):
         options = linear.options()
         if "attn.to_out.0" not in options["layers"]:
             return 0
+        if "attn.to_out.0" in facts.adapted:  # the adapter reads the attention output unquantized
+            return 0
         kept = options["keep_first"] + options["keep_last"] if facts.region == "transformer" else 0
         return max(facts.holds.get("transformer.block", 0) - kept, 0)
 

@@ -118,7 +118,7 @@ class QuantProducerFusion(GraphPass):
         )
 
     def expect(self, facts: GraphFacts) -> int | None:
-        """Count the quantizations, less those of attention outputs and of norms that a layer reads unquantized."""
+        """Count the quantizations, less those of attention outputs and those that something reads unquantized too."""
         if not facts.holds:
             return None
         quantizations = facts.operators.get(ops.quantize_rows, 0)
@@ -127,7 +127,11 @@ class QuantProducerFusion(GraphPass):
             return (layers >= QKV) + ("ff.net.0.proj" in layers) + ("ff.net.2" in layers)
         unfused = 0
         for blocks in facts.quantized("transformer.block"):
-            read_unquantized = 0 < len(blocks.layers & QKV) < len(QKV)
+            readers = [QKV, {"ff.net.0.proj"}, {"ff.net.2"}]  # of the norms' outputs, and of the SwiGLU's
+            read_unquantized = sum(
+                bool(group & blocks.layers) and (not group <= blocks.layers or bool(group & facts.adapted))
+                for group in readers
+            )
             unfused += facts.count(blocks) * (("attn.to_out.0" in blocks.layers) + read_unquantized)
         return max(quantizations - unfused, 0)
 

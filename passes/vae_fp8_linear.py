@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from h3opt.pass_api import Device, FP8BlocksPass, FP8Linear, Mutant, Perceptual, PipelineView, register
-from h3opt.pipeline.minimax_h3 import decoder_blocks
+from h3opt.pass_api import Device, FP8BlocksPass, Mutant, Perceptual, PipelineView, register
+from h3opt.pipeline.minimax_h3 import decoder_blocks, video_decoder
 
 
 @register
@@ -38,13 +39,15 @@ class VAEFP8Linear(FP8BlocksPass):
     def blocks(self, view: PipelineView) -> Sequence[torch.nn.Module]:
         return list(decoder_blocks(view.vae)) if view.vae is not None else []
 
+    def model(self, view: PipelineView) -> Any:
+        return video_decoder(view.vae)
+
     def mutants(self) -> Sequence[Mutant]:
         return (Mutant("weight scales off by two", _ScalesOffByTwo()),)
 
 
 @dataclass(frozen=True)
 class _ScalesOffByTwo(VAEFP8Linear):
-    def convert(self, linear: torch.nn.Linear) -> FP8Linear:
-        converted = super().convert(linear)
-        converted.weight_scale *= 2
-        return converted
+    def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        quantized, scale = super().quantize(weight)
+        return quantized, scale * 2

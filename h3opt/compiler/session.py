@@ -25,7 +25,9 @@ from h3opt.kernels import kernel_names
 from h3opt.pass_api.base import FormatPass, GraphFacts, GraphPass, Pass, SchedulePass
 from h3opt.pass_api.ordering import in_order
 from h3opt.pass_api.promises import Exact
+from h3opt.pipeline.adapters import layers_with_adapters
 from h3opt.pipeline.hooks import wrap_calls
+from h3opt.pipeline.minimax_h3 import PROJECTIONS, transformer_blocks
 from h3opt.pipeline.view import PipelineView
 
 # Component → installed session. The references are weak: a session refers to its components, so a strong reference
@@ -142,7 +144,17 @@ class Session:
     def build(self, captured: CapturedGraph) -> LoweredGraph:
         """Rewrite a captured graph under the current passes; see :class:`h3opt.compiler.capture.Planner`."""
         region = captured.owner.region
-        facts = GraphFacts(region.name, region.holds or {region.name: 1}, passes=self.plan_key)
+        blocks = transformer_blocks(self.view.transformer) if region.holds else region.modules
+        adapted = layers_with_adapters(blocks, PROJECTIONS)
+        facts = GraphFacts(region.name, region.holds or {region.name: 1}, passes=self.plan_key, adapted=adapted)
+        quantized = adapted & frozenset().union(*(facts.quantized_layers(kind) for kind in facts.holds))
+        if quantized:
+            notice = (
+                f"{region.name}: adapters read the unquantized inputs of {', '.join(sorted(quantized))}. "
+                "These inputs stay in memory beside their FP8 copies, and passes do not count on fusing them."
+            )
+            if notice not in self.notices:
+                self.notices.append(notice)
         graph_passes = [item for item in self.plan_key if isinstance(item, GraphPass)]
         if self._lowering.probe:
             self._check_formats(captured)

@@ -67,6 +67,8 @@ class GraphFacts:
         passes: the graph and format passes that are on: they determine which sites are left for a later pass.
         results: the (fake) tensors that each operator returns before any pass has run, for passes that support only
             some dtypes or shapes; empty for a graph that is not captured yet.
+        adapted: paths of the layers of a block that have an adapter, such as a LoRA, in some block. The side branch of
+            the adapter reads the input of the layer too, so that no pass can leave this input out.
     """
 
     region: str = ""
@@ -74,6 +76,7 @@ class GraphFacts:
     operators: Mapping[Any, int] = dataclasses.field(default_factory=dict)
     passes: tuple[Pass, ...] = ()
     results: Mapping[Any, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
+    adapted: frozenset[str] = frozenset()
 
     def find(self, name: str) -> Pass | None:
         """Return the pass called ``name`` if it is on."""

@@ -70,7 +70,12 @@ def refiner_blocks(transformer: Any) -> Any:
 
 def decoder_blocks(vae: Any) -> Any:
     """Return the repeated blocks of the video decoder, a ``ModuleList``."""
-    return vae.decoder.transformer_blocks
+    return video_decoder(vae).transformer_blocks
+
+
+def video_decoder(vae: Any) -> Any:
+    """Return the module that runs the repeated blocks of the video decoder."""
+    return vae.decoder
 
 
 # --- captured regions ------------------------------------------------------------------------------------------

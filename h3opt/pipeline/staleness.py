@@ -1,7 +1,7 @@
 """Staleness of cached results: whether the tensors that a result was computed from are still the same.
 
-Tensors are compared by identity and version counter, so that nothing waits for the device. Writes through ``.data``
-are not seen.
+Tensors are compared by identity, storage and version counter, so that nothing waits for the device. Moves and casts,
+which put another storage into a parameter, are seen; writes into the same storage through ``.data`` are not.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
+
+from h3opt.pipeline.adapters import adapter_state
 
 Result = TypeVar("Result")
 
@@ -38,19 +40,51 @@ def autocast_state(device: torch.device) -> tuple[bool, torch.dtype]:
 class TensorSnapshot:
     """Which tensors a result was computed from, and their content then.
 
-    The snapshot keeps the tensors alive, so that no new tensor can take the identity of an old one.
+    The snapshot keeps the tensors and their storages alive, so that no new tensor can take the identity or the address
+    of an old one.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._versions = [(tensor, mutation_version(tensor)) for tensor in tensors]
+        self._versions = [(tensor, tensor.detach(), mutation_version(tensor)) for tensor in tensors]
 
     def matches(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether these are the same tensors, in the same order and unmodified since."""
         current = list(tensors)
         return len(current) == len(self._versions) and all(
-            tensor is known and is_unmodified(known, since)
-            for tensor, (known, since) in zip(current, self._versions, strict=True)
+            tensor is known and _same_storage(known, content) and is_unmodified(known, since)
+            for tensor, (known, content, since) in zip(current, self._versions, strict=True)
         )
+
+
+def _same_storage(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    """Return whether ``tensor`` still has the dtype, the device and the address of its earlier content."""
+    return (tensor.dtype, tensor.device, tensor.data_ptr()) == (before.dtype, before.device, before.data_ptr())
+
+
+def module_state(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Return what the result of ``module`` depends on besides tensors: adapters, hooks, training mode, ``forward``.
+
+    States compare equal while all of it is the same.
+    """
+    return (adapter_state(module), module.training, tuple(_hooks(module)))
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether a user's hooks run in ``module``: their result may depend on anything."""
+    return any(inner._forward_pre_hooks or inner._forward_hooks for inner in module.modules())
+
+
+def is_managed(module: torch.nn.Module) -> bool:
+    """Return whether a library replaced ``forward`` in ``module`` to move or cast weights around every call."""
+    return any(inner.__dict__.keys() & {"forward", "_hf_hook"} for inner in module.modules())
+
+
+def _hooks(module: torch.nn.Module) -> list[Any]:
+    hooks: list[Any] = []
+    for inner in module.modules():
+        hooks += [*inner._forward_pre_hooks.values(), *inner._forward_hooks.values()]
+        hooks += [inner.__dict__[name] for name in ("forward", "_hf_hook") if name in inner.__dict__]
+    return hooks
 
 
 class TensorCache(Generic[Result]):

@@ -35,6 +35,7 @@ from h3opt.pass_api.base import SchedulePass
 from h3opt.pass_api.promises import Exact
 from h3opt.pass_api.registry import make_pass
 from h3opt.pass_api.testing import with_replacement
+from h3opt.passes.modulation_table import TableRows
 from h3opt.pipeline.generation import GenerationSettings, Media, generate
 from h3opt.profiles.selection import load_profile
 
@@ -170,10 +171,10 @@ def test_without_restorable_the_replaced_weights_are_freed_and_nothing_pretends_
     with optimize(silent, ["fp8_linear", "norm_modulate"]):
         expected = generate(silent, CLIP)
     pipe = build()
-    replaced = weakref.ref(pipe.transformer.transformer_blocks[0].ff.net[2])
+    layer = pipe.transformer.transformer_blocks[0].ff.net[2]
     opt = optimize(pipe, ["fp8_linear", "norm_modulate"], restorable=False)
-    gc.collect()
-    assert replaced() is None and opt.report["fp8_linear"].matched == opt.report["fp8_linear"].expected > 0
+    assert layer.weight.untyped_storage().nbytes() == 0
+    assert opt.report["fp8_linear"].matched == opt.report["fp8_linear"].expected > 0
     for attempt in (opt.restore, opt.__enter__, partial(optimize, pipe, [])):
         with pytest.raises(PipelineError, match=r"restorable=False.*load it again"):
             attempt()
@@ -266,7 +267,7 @@ def test_restoring_one_of_two_pipelines_leaves_the_other_optimized(silent):
     other = build()
     one, two = optimize(silent, ["modulation_table"]), optimize(other, ["modulation_table"])
     one.restore()
-    assert installed(two) and type(other.transformer.transformer_blocks[0].adaln_proj).__name__ == "TableRows"
+    assert installed(two) and isinstance(other.transformer.transformer_blocks[0].adaln_proj, TableRows)
     two.restore()
 
 
