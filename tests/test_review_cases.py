@@ -16,7 +16,7 @@ from h3opt.graph.tracing import trace
 from h3opt.pass_api.examples import Draw
 from h3opt.pass_api.registry import make_pass
 from h3opt.pass_api.testing import Example, rewrite, semantic
-from h3opt.passes.modulation_table import Tables
+from h3opt.pipeline.adaln_tables import Tables
 from h3opt.reference import full_inputs, tiny_pipeline
 
 

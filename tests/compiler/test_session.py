@@ -35,7 +35,7 @@ from h3opt.pass_api.base import SchedulePass
 from h3opt.pass_api.promises import Exact
 from h3opt.pass_api.registry import make_pass
 from h3opt.pass_api.testing import with_replacement
-from h3opt.passes.modulation_table import TableRows
+from h3opt.pipeline.adaln_tables import TableRows
 from h3opt.pipeline.generation import GenerationSettings, Media, generate
 from h3opt.profiles.selection import load_profile
 

@@ -15,7 +15,7 @@ from adapter_cases import call_inputs, make_lora, relative_error, run
 from h3opt import optimize
 from h3opt.errors import PipelineError
 from h3opt.pass_api.fp8 import FP8Linear
-from h3opt.passes.modulation_table import Tables
+from h3opt.pipeline.adaln_tables import Tables
 from h3opt.pipeline.adapters import adapter_state, scaled_adapters
 from h3opt.reference import tiny_call, trained_pipeline
 

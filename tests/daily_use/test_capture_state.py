@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import attention_backend
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as AttentionBackends
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import h3opt
@@ -21,6 +22,14 @@ from h3opt.pipeline.view import PipelineView
 from h3opt.reference import trained_pipeline
 
 pytestmark = pytest.mark.xdist_group("daily use, capture")
+
+
+@pytest.fixture(autouse=True)
+def _same_attention_backend_afterwards():
+    """``set_attention_backend`` of a model also sets diffusers' backend of the whole process, and keeps it set."""
+    before = AttentionBackends._active_backend
+    yield
+    AttentionBackends._active_backend = before
 
 
 @pytest.fixture(scope="module")

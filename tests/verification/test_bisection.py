@@ -51,7 +51,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         [
             "norm_modulate",
             make_pass("hoist_step_invariants").mutants()[0].instance,
-            with_replacement(make_pass("fused_qk_cast"), one_head_twice, rule=1),  # type: ignore[arg-type]
+            with_replacement(make_pass("fused_qk_cast"), one_head_twice, rule=-1),  # type: ignore[arg-type]
             make_pass("fp8_linear").mutants()[0].instance,
         ],
         "cpu",
